@@ -1,9 +1,9 @@
-"""Parts that are trained beside a model and are no part of it: the critic of PPO, the projection of distillation, and what delayed
-scaling remembers.
+"""Auxiliary modules that are trained with a model but do not belong to it: the critic of PPO, the projection of distillation, and the
+histories of delayed scaling.
 
-Such a part is an attribute of the model's module, so its weights are placed, trained and optimized like others, under addresses that
-begin with its name. A checkpoint keeps them with the optimizer's state, apart from the weights that whoever loads the run reads. What
-a run starts from does not have them.
+Such a module is an attribute of the model's module, so its weights are sharded and optimized like others. Their parameter names begin
+with the name of the attribute. A checkpoint stores them with the optimizer's state, apart from the model's weights, so nobody who loads
+the model sees them. The weights that a run starts from do not contain them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,19 +18,19 @@ PARTS = (CRITIC, PROJECTION, AMAX)
 
 
 def is_beside(address: str) -> bool:
-    """Whether a weight belongs to such a part."""
+    """Whether a parameter of this name belongs to an auxiliary module."""
     return address.split(".", 1)[0] in PARTS
 
 
 def split_parts(by_address: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
-    """Splits a mapping by address: the model's entries, and those of parts beside it."""
+    """Splits a mapping by parameter name into the model's entries and those of auxiliary modules."""
     of_model = {address: leaf for address, leaf in by_address.items() if not is_beside(address)}
     return of_model, {address: leaf for address, leaf in by_address.items() if address not in of_model}
 
 
 @contextmanager
 def alone(model: Any) -> Iterator[dict[str, Any]]:
-    """The parts beside a model, by name; inside, its module is without them."""
+    """Removes the auxiliary modules from a model's module inside a `with` block. Yields them by name."""
     parts = {name: getattr(model, name) for name in PARTS if hasattr(model, name)}
     for name in parts:
         delattr(model, name)

@@ -1,18 +1,18 @@
-"""DiLoCo: replicas of the weights train alone, and an outer step brings them together every H steps (arXiv:2311.08105, algorithm 1).
+"""DiLoCo: replicas of the weights train alone, and an outer step averages them every H steps (arXiv:2311.08105, algorithm 1).
 
     inner step   θ_r <- AdamW(θ_r, gradient of the loss of replica r's rows)      in every step, for each replica r
     outer step   Δ = mean over r of (θ - θ_r)                                     after every H inner steps
                  m <- μ m + Δ;   θ <- θ - η (Δ + μ m);   θ_r <- θ                 SGD with Nesterov momentum
 
-Each index of the mesh axis `data` is a replica. An inner step runs inside a `shard_map` over that axis alone, so nothing of it can be
-summed over replicas but what is written here: its metrics. The other axes split the work within a replica as they do without.
+Each index of the mesh axis `data` is a replica. An inner step runs inside a `shard_map` over this axis alone. So nothing can be summed
+over replicas by accident; only metrics are. The other mesh axes split the work within a replica, as they do without DiLoCo.
 
-`TrainState.params` are the outer weights θ: evaluation, samples and whoever reads a checkpoint get these, and only outer steps move
-them. The rest is in the state of the optimizer: a checkpoint between two outer steps holds every replica.
+`TrainState.params` are the outer weights θ, which only outer steps change. Evaluations, samples and readers of a checkpoint use these.
+The weights of the replicas are in the state of the optimizer, so a checkpoint between two outer steps holds every replica.
 
-As in the paper, the inner optimizer's state stays with its replica over an outer step, and each replica clips its own gradient. What
-differs: replicas take their rows of one order of the data, so what they see is never of different kinds. Inner steps wait for an outer
-one, in which all weights move at once (Streaming DiLoCo, arXiv:2501.18512, does otherwise).
+As in the paper, the state of the inner optimizer stays with its replica over an outer step, and each replica clips its own gradient.
+Differences from the paper: all replicas take their rows from the same shuffled data, so their data are never of different kinds. Inner
+steps wait for the outer step, in which all weights move at once (unlike Streaming DiLoCo, arXiv:2501.18512).
 """
 
 from collections.abc import Callable, Mapping
@@ -32,14 +32,16 @@ from argosy.train.state import TrainState
 
 # The mesh axis whose indices are replicas.
 AXIS = "data"
-# In the optimizer's state: of each replica [R ...], its optimizer's state and its weights; the momentum m; and of the last outer step,
-# how far the replicas were from their mean (root of the mean square over replicas of the L2 norm), and the norm of Δ.
+# Entries of the optimizer's state. INNER, REPLICAS: the optimizer state and the weights of each replica [R ...]. MOMENTUM: m. APART:
+how # far the replicas were from their mean at the last outer step (root mean square over replicas of the L2 norm). MOVED: the norm of
+that Δ.
 INNER, REPLICAS, MOMENTUM, APART, MOVED = "inner", "replicas", "momentum", "replicas_apart", "outer_grad_norm"
 OF_EACH = (INNER, REPLICAS)
 
 
 def replicated_optimizer(optimizer: optax.GradientTransformation, replicas: int) -> optax.GradientTransformation:
-    """The inner optimizer with the state of a run of so many replicas, which begin alike; its update is that of one replica."""
+    """Returns the inner optimizer with the state of a DiLoCo run: weights and optimizer state of each replica, which begin equal, and
+    the outer momentum. The update is that of a single replica."""
 
     def init(params: Any) -> dict[str, Any]:
         each = {INNER: optimizer.init(params), REPLICAS: params}
@@ -51,16 +53,22 @@ def replicated_optimizer(optimizer: optax.GradientTransformation, replicas: int)
 
 
 def places(optimizer: Mapping[str, Any], weights: Mapping[str, NamedSharding], shapes: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
-    """Shardings for a state of `replicated_optimizer`, from its shapes: what each replica has is split over `data`, and within it as
-    weights are."""
+    """Makes the shardings of a state of `replicated_optimizer`. Arrays [R ...] of replicas are split over `data`, and their other axes
+    as weights are.
+
+    Args:
+        optimizer: the shapes of the state.
+        weights: the shardings of the weights, by parameter name.
+        shapes: the shapes of the weights, by parameter name.
+    """
     each = {name: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), optimizer[name]) for name in OF_EACH}
     within = like_weights(dict(optimizer) | each, weights, shapes, mesh)
     return within | {n: jax.tree.map(lambda place: NamedSharding(mesh, P(AXIS, *place.spec)), within[n]) for n in OF_EACH}
 
 
 def alone(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The inner step of all replicas, from a step `(state, batch, frozen) -> state, metrics` of one. Metrics are means over replicas,
-    `targets` their sum. Traced under the mesh."""
+    """Makes the inner step of all replicas from the step `(state, batch, frozen) -> state, metrics` of one replica. Metrics are means
+    over replicas; `targets` is a sum. The step must be traced under the mesh."""
 
     def of_one(counter: Array, key: Array, params: Any, rest: Any, inner: Any, batch: Any, frozen: Any) -> Any:
         params, inner = jax.tree.map(lambda a: a[0], (params, inner))
@@ -88,8 +96,12 @@ def alone(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def together(step: Callable[..., Any], settings: DilocoSettings) -> Callable[..., Any]:
-    """The inner step of all replicas, and after every `every` of them an outer step. A step that a guard skipped counts; one at
-    which the state halted does not. Metrics: also what is known of the last outer step."""
+    """Adds the outer step to an inner step of all replicas, after every `every` steps. A step that a guard skipped counts; a step at
+    which the state halted does not. The metrics `replicas_apart` and `outer_grad_norm` describe the last outer step.
+
+    Args:
+        step: the inner step of all replicas, as `alone` makes it.
+    """
 
     def update(state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Array]]:
         new, metrics = step(state, *args)
@@ -104,7 +116,15 @@ def together(step: Callable[..., Any], settings: DilocoSettings) -> Callable[...
 
 
 def outer_step(params: Any, moving: Mapping[str, Any], settings: DilocoSettings) -> tuple[Any, dict[str, Any]]:
-    """The outer weights, and what moves beside them, after an outer step."""
+    """Computes an outer step.
+
+    Args:
+        params: the outer weights.
+        moving: the entries of the optimizer's state but that of the inner optimizer.
+
+    Returns:
+        The new outer weights and the new entries.
+    """
     ways = {a: w - moving[REPLICAS][a] for a, w in params.items()}
     mean = {a: jnp.mean(way, 0) for a, way in ways.items()}
     momentum = {a: settings.momentum * m + mean[a] for a, m in moving[MOMENTUM].items()}

@@ -1,12 +1,13 @@
-"""An exponential moving average of the weights, which is what a run evaluates, samples from, and saves for others to load.
+"""An exponential moving average of the weights. A run evaluates it, samples from it, and saves it for others to load.
 
     average_n = d_n average_(n-1) + (1 - d_n) weights_n        d_n = min(decay, (1 + n) / (10 + n)), n updates so far
 
-The first updates count for little, because a plain average of a new model would stay near random weights for 1 / (1 - decay) steps (the
-warm-up of TensorFlow's `ExponentialMovingAverage`). It averages over the last 1 / (1 - decay) updates. Polyak and Juditsky 1992.
+The average covers about the last 1 / (1 - decay) updates (Polyak and Juditsky 1992). Early in training d_n is smaller than the decay,
+as in the warm-up of TensorFlow's `ExponentialMovingAverage`. Otherwise the average of a new model would stay near random weights for
+1 / (1 - decay) steps.
 
-A checkpoint keeps the average where others look for weights, and the weights themselves, which training goes on from, beside the
-optimizer's state under `raw.`. A skipped step leaves both as they were.
+A checkpoint stores the average where readers look for weights. The trained weights, which training continues from, are stored with the
+optimizer's state under `raw.`. A skipped step changes neither.
 """
 
 from collections.abc import Callable
@@ -33,7 +34,7 @@ class EmaSettings(Settings):
         return self.decay is not None
 
     def rate(self, updates: Any) -> Any:
-        """d_n after so many updates."""
+        """Returns d_n after n = `updates` updates."""
         import jax.numpy as jnp
 
         n = jnp.asarray(updates, jnp.float32)
@@ -41,7 +42,8 @@ class EmaSettings(Settings):
 
 
 def with_average(step: Callable[..., Any], settings: EmaSettings) -> Callable[..., Any]:
-    """The step `(state, ...) -> state, metrics`, which also moves the average; without `ema.decay`, the step itself."""
+    """Returns a step `(state, ...) -> state, metrics` that also updates the average. Without `ema.decay`, returns the step
+    unchanged."""
     if not settings.on:
         return step
 

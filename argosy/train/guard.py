@@ -1,9 +1,9 @@
-"""Keeps the effect of a bad step out of the state, inside the compiled step.
+"""Keeps the effect of a bad step (a loss or gradient that is not finite, or a loss spike) out of the training state.
 
-The host reads the numbers of a step after the next one was dispatched. So the step itself decides: it compares its loss, and where it
-is bad, weights, optimizer state and the other weights that moved stay as they were, bit for bit. What was skipped counts as a step: the
-random key and the data go on. Before a stop or a rollback the state halts: it stays that of the last good step, whatever steps were
-dispatched after the bad one, until the host has read why.
+The host reads the metrics of a step only after it has dispatched the next one. So the compiled step itself decides. If its loss is bad,
+all weights and the optimizer state stay as they were, bit for bit. A skipped update still counts as a step: the random key and the data
+advance. Before a stop or a rollback the state halts. It then stays that of the last good step, whatever steps were dispatched after the
+bad one, until the host has read the reason.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,11 +32,12 @@ LEAST, LEAST_NATS = 1e-3, 1e-6
 
 
 class Diverged(Final):
-    """The loss is no longer finite, or jumped."""
+    """The loss is no longer finite, or has jumped."""
 
 
 def begin(settings: GuardSettings) -> dict[str, np.ndarray]:
-    """The initial state of the guard: whether it halted; the numbers of skipped steps in a row and in total; the last losses."""
+    """Makes the initial state of the guard: whether the state halted, and as far as the settings need them, the numbers of skipped
+    steps in a row and in total, and the last losses."""
     state = {FLAG: np.zeros((), np.int32)}
     if "skip" in settings.actions:
         state |= {"in_row": np.zeros((), np.int32), SKIPPED: np.zeros((), np.int32)}
@@ -47,7 +48,13 @@ def begin(settings: GuardSettings) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class StepVerdict:
-    """The guard's verdict on a step, as scalar arrays, and its next state."""
+    """The guard's verdict on a step.
+
+    kind: whether the step is good, not finite or a spike (`GOOD`, `NONFINITE`, `SPIKE`); a scalar array.
+    stays: whether the training state stays as it was; a scalar array.
+    halted: whether the training state has halted; a scalar array.
+    kept: the next state of the guard.
+    """
 
     kind: Array
     stays: Array
@@ -56,7 +63,11 @@ class StepVerdict:
 
 
 def judge_step(before: Mapping[str, Array], loss: Array, norm: Array, settings: GuardSettings) -> StepVerdict:
-    """Whether a step with this loss and gradient norm is good. before: what the guard kept."""
+    """Judges a step by its loss and the norm of its gradient.
+
+    Args:
+        before: the state of the guard before the step.
+    """
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     spike = finite & (loss > limit(before["losses"], before["seen"], settings)) if settings.spike != "off" else jnp.zeros((), bool)
     kind = jnp.where(finite, jnp.where(spike, SPIKE, GOOD), NONFINITE).astype(jnp.int32)
@@ -77,9 +88,10 @@ def judge_step(before: Mapping[str, Array], loss: Array, norm: Array, settings: 
 
 
 def guard_step(step: Callable[..., Any], settings: GuardSettings) -> Callable[..., Any]:
-    """The step `(state, ...) -> state, metrics` with this guard. Metrics: also `guard`, what it found, and `skipped` so far.
+    """Returns the step `(state, ...) -> state, metrics` with a guard. It has two more metrics: `guard`, the verdict, and `skipped`, the
+    number of skipped steps so far.
 
-    State in the host's memory is taken from the step as it is: the optimizer was told whether it stays (`make_step(stays=)`).
+    The guard does not restore arrays in the host's memory. There the optimizer itself leaves a bad step out (`make_step(stays=)`).
     """
 
     def update(state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Array]]:
@@ -109,7 +121,12 @@ def guard_step(step: Callable[..., Any], settings: GuardSettings) -> Callable[..
 
 
 def limit(losses: Array, seen: Array, settings: GuardSettings) -> Array:
-    """The loss above which there is a spike; infinite until half a window is known. losses: [window], of which `seen` were written."""
+    """Computes the loss above which a step is a spike. It is infinite until half a window of losses is known.
+
+    Args:
+        losses: [window], the last losses, as a ring buffer.
+        seen: the number of losses that were written so far.
+    """
     count = jnp.minimum(seen, settings.window)
     valid = jnp.arange(settings.window) < count
 
@@ -123,7 +140,7 @@ def limit(losses: Array, seen: Array, settings: GuardSettings) -> Array:
 
 
 def clear_halt(state: TrainState) -> TrainState:
-    """The state of the last good step, which may go on."""
+    """Returns the halted state without its halt, so that training may continue from the last good step."""
     return replace(state, guard=state.guard | {FLAG: jnp.zeros_like(state.guard[FLAG])})
 
 
@@ -131,9 +148,9 @@ def clear_halt(state: TrainState) -> TrainState:
 class Bad:
     """A bad step.
 
-    step: its number.
+    step: the number of the step.
     kind: `NONFINITE` or `SPIKE`.
-    numbers: its metrics.
+    numbers: the loss and the norm of the gradient, by name.
     """
 
     step: int
@@ -142,7 +159,7 @@ class Bad:
 
     @property
     def cause(self) -> str:
-        """ "loss is nan", "loss jumped to 9.1"."""
+        """The reason in words, such as "loss is nan" or "loss jumped to 9.1"."""
         if self.kind == SPIKE:
             return f"loss jumped to {self.numbers['loss']:.6g}"
         name = next(n for n in ("loss", "grad_norm") if not np.isfinite(self.numbers[n]))
@@ -150,13 +167,13 @@ class Bad:
 
     @property
     def other(self) -> str:
-        """The number that `what` does not name: "grad_norm 3.1"."""
+        """The number that `cause` does not name, such as "grad_norm 3.1"."""
         name = "loss" if self.cause.startswith("grad_norm") else "grad_norm"
         return f"{name} {self.numbers[name]:.4g}"
 
 
 class Halted(Exception):
-    """The state halted at a bad step. Caught by whoever runs the loop."""
+    """The state halted at a bad step. The caller of the training loop catches this."""
 
     def __init__(self, bad: Bad):
         super().__init__(bad.cause)
@@ -164,7 +181,7 @@ class Halted(Exception):
 
 
 class Watch:
-    """Reads what each step found.
+    """Reads the guard's verdict from the metrics of each step.
 
     Args:
         skipped: called with each step that was skipped.
@@ -174,7 +191,7 @@ class Watch:
         self.skipped = skipped
 
     def __call__(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """The metrics without what the guard says.
+        """Returns the metrics of a step without the guard's verdict.
 
         Raises:
             Halted: the state halted at this step.

@@ -1,8 +1,8 @@
-"""The training loop of every kind of training: pre-training, fine-tuning, preference, RL, distillation and diffusion only differ
-in the update and the batches.
+"""The training loop of every kind of training. Pre-training, fine-tuning, preference optimization, RL, distillation and diffusion only
+differ in the update and in the batches.
 
-It measures time and calls hooks. The numbers of a step are read after the next step was dispatched, so reading them costs nothing
-and throughput is correct. Hooks run between steps, once all earlier numbers are read.
+The loop measures time and calls hooks. The metrics of a step are read after the next step was dispatched, so reading them does not wait
+for the device, and throughput is measured correctly. Hooks run between steps, after all earlier metrics were read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,13 @@ TRAINING = ("step", "data", "rollouts")
 
 @dataclass(frozen=True)
 class Now:
-    """The run between two steps, as hooks see it."""
+    """The run between two steps, as hooks see it.
+
+    step: the number of updates so far.
+    state: the training state.
+    batches: the batches of the run.
+    last: whether no further step follows.
+    """
 
     # Updates made so far.
     step: int
@@ -38,7 +44,7 @@ class Now:
 
 @runtime_checkable
 class Hook(Protocol):
-    """Something done every few steps. Its time is counted under `name`."""
+    """An action between steps, at every step at which `due` is true. Its time is counted under `name`."""
 
     name: str
 
@@ -49,20 +55,24 @@ class Hook(Protocol):
 
 @runtime_checkable
 class StepLog(Protocol):
-    """Receives the numbers of a step: a log, a progress line."""
+    """Receives the metrics of a logged step, for example a log file or a progress line."""
 
     def __call__(self, step: int, numbers: dict[str, float]) -> None: ...
 
 
 @dataclass
 class Meter:
-    """Turns a step's metrics into the logged numbers: reads and checks them, and adds rates since the last logged step.
+    """Logs the metrics of steps. It reads them from the device, checks that they are finite, and adds rates since the last logged step.
 
-    tokens_per_step: of each step; where a step's metrics have `tokens`, those since the first step count instead.
-    pace: called once with the seconds of the second step, unless a logged one comes earlier. The first takes longer: memory is touched
-        for the first time, and what was not compiled before is.
-    watch: called with the metrics of every step, logged or not; returns those to log. With it, numbers that are not finite are its
-        business (`train.guard.Watch`).
+    clock: counts the seconds that each part of the loop takes.
+    tokens_per_step: the number of tokens in a step. If a step's metrics have `tokens`, the number of tokens since the first step, that
+        number is used instead.
+    tell: receives the metrics of each logged step.
+    every: the number of steps between two logged steps.
+    pace: called once, with the seconds that the second step took, unless a step is logged before. The first step takes longer, because
+        it compiles programs and touches memory for the first time.
+    watch: called with the metrics of every step, logged or not. Returns the metrics to log. If it is given, the meter does not check
+        that metrics are finite (`train.guard.Watch` does).
     """
 
     clock: Clock
@@ -81,10 +91,14 @@ class Meter:
         self._logged_tokens = tokens
 
     def read(self, step: int, metrics: Mapping[str, Any], *, last: bool = False, certain: bool = False) -> None:
-        """Waits for the metrics of `step` if it is one to log; with `certain`, also if it is not, to check it.
+        """Waits for the metrics of a step and logs them, if the step is to be logged.
+
+        Args:
+            last: whether this is the last step, which is always logged.
+            certain: whether to wait for the metrics and check them even if the step is not logged.
 
         Raises:
-            Diverged: the loss or the norm of the gradient is not finite, and nobody watches.
+            Diverged: the loss or the norm of the gradient is not finite, and there is no `watch`.
         """
         if self.watch is not None:
             with self.clock("step"):
@@ -122,7 +136,7 @@ class Meter:
         self.begin(step, counted)
 
     def _spent_s(self, *causes: str) -> float:
-        """Seconds since the last logged step that went into these causes; by default those of training."""
+        """Returns the seconds spent on these causes since the last logged step. The default causes are those of training."""
         return sum(self.clock.seconds.get(c, 0.0) - self._since.get(c, 0.0) for c in causes or TRAINING)
 
 
@@ -137,13 +151,18 @@ def fit(
     meter: Meter,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> TrainState:
-    """Updates until the state has made `until` updates, the data ends, or an interruption; hooks see the last state.
+    """Trains until the state has made `until` updates, the data ends, or the run is interrupted. Returns the last state, which hooks
+    have seen too.
 
     Args:
-        batches: if batches depend on the model (rollouts), `advance` reads the state before each batch.
-        update: a compiled step; the state is donated to it.
-        place: puts a host batch onto the devices.
-        interrupted: called once a step; whether to stop.
+        state: the initial state, which is donated to the first update.
+        batches: the batches. Where batches depend on the model, as rollouts do, `advance` reads the state before each batch.
+        update: a compiled step, to which the state is donated.
+        until: the total number of updates, including those that the initial state has made.
+        hooks: the actions between steps.
+        place: moves a batch from the host to the devices.
+        meter: reads and logs the metrics of steps.
+        interrupted: called once per step; returns whether to stop.
     """
     clock, step = meter.clock, int(state.step)
     meter.begin(step)

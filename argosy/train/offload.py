@@ -1,10 +1,10 @@
-"""The optimizer's state in the host's memory, and the weights of layers: brought to the device for the update, piece by piece, and
-written back in place.
+"""Keeps the optimizer's state, and optionally the weights of layers, in the host's memory. For the update they are brought to the
+device piece by piece, and written back in place.
 
-XLA brings whole arrays as early as it can: with the state of all weights around one update, a step for a described TPU v5e held more
-temporaries than the state takes (4.1 GB for 1.9 GB). So each weight has a loop over its layers, whose body fetches, updates and writes
-back the state of one; the loop carries the arrays of the host, where XLA then writes in place. Large weights that are not in layers
-(embeddings, a head) are taken in pieces, where the rule treats each number alone. The rest is fetched whole.
+XLA fetches whole arrays as early as it can. With a single update of all weights, a step compiled for a TPU v5e held more temporaries
+than the size of the state (4.1 GB for 1.9 GB). So each weight has a loop over its layers, whose body fetches, updates and writes back
+the state of one layer. The loop carries the arrays of the host, which XLA then changes in place. Large weights outside layers
+(embeddings, a head) are updated in pieces if the optimizer is elementwise. All other weights are fetched whole.
 """
 
 import math
@@ -30,15 +30,17 @@ Pieces = Mapping[str, tuple[int, int]]
 
 
 def state_on_host(rule_of: Callable[[Collection[str]], Any], weights: Collection[str], pieces: Pieces) -> Any:
-    """A rule with the state that it has of each weight in the host's memory. Numbers, such as counts of updates, stay on the device.
+    """Makes an Optax transformation whose state of each weight is in the host's memory. Scalars, such as counts of updates, stay on the
+    device.
 
-    Its update takes `stays`, a bool: the state then stays as it is, bit for bit. Who chose between the old and the new state afterwards
-    would fetch both.
+    Its update takes a bool `stays`. If it is True, the state stays as it is, bit for bit. To choose between the old and the new state
+    after the update would fetch both.
 
     Args:
-        rule_of: (addresses) -> the Optax transformation over the weights at these, `{address: array}`. It treats each weight, and each
-            piece of one, alone.
-        weights: the addresses of all.
+        rule_of: (parameter names) -> the Optax transformation over the weights of these names, `{name: array}`. It must treat each
+            weight, and each piece of a weight, alone.
+        weights: the names of all trained parameters.
+        pieces: the axis and the number of pieces of each weight that is updated in pieces (`pieces_for`).
     """
     rules = {address: rule_of([address]) for address in weights}
 
@@ -72,9 +74,10 @@ def state_on_host(rule_of: Callable[[Collection[str]], Any], weights: Collection
 
 
 class _Turn:
-    """The update of a weight, or of a piece of it.
+    """The update of one weight, or of a piece of it.
 
-    inside: the paths of its arrays in the state, which are on the host. beside: those of numbers.
+    inside: the paths of the arrays of its state, which are on the host.
+    beside: the paths of the scalars of its state.
     """
 
     def __init__(self, rule: Any, address: str, paths: list[Any], form: Any, old: Any, weights: Collection[str], stays: Any):
@@ -83,7 +86,7 @@ class _Turn:
         self.beside = [path for path in paths if path not in self.inside]
 
     def __call__(self, gradient: Any, arrays: list[Any], param: Any) -> tuple[Any, list[Any], list[Any]]:
-        """The update, the new arrays, on the host, and the new numbers."""
+        """Computes the update. Returns it, the new arrays of the state, which are on the host, and the new scalars of the state."""
         before = self.old | {path: jax.device_put(a, Space.Device) for path, a in zip(self.inside, arrays)}
         state = jax.tree.unflatten(self.form, [before[path] for path in self.paths])
         new_updates, state = self.rule.update({self.address: gradient}, state, {self.address: param})
@@ -93,7 +96,8 @@ class _Turn:
 
 
 def _in_pieces(turn: _Turn, gradient: Any, arrays: list[Any], param: Any, axis: int, count: int) -> Any:
-    """`turn` for one piece after the other, each of which takes the place of what it was made from."""
+    """Applies `turn` to one piece of a weight after the other. Each update overwrites the piece of the gradient, and each piece of the
+    state is overwritten with the new one."""
     size = gradient.shape[axis] // count
 
     def update_piece(carry: Any, i: Any) -> Any:
@@ -109,7 +113,8 @@ def _in_pieces(turn: _Turn, gradient: Any, arrays: list[Any], param: Any, axis: 
 
 
 def _in_place(turn: _Turn, gradient: Any, arrays: list[Any], param: Any, axis: int, count: int) -> Any:
-    """As `_in_pieces`, for a weight in the host's memory: its pieces are updated there, and it is what is returned for an update."""
+    """Applies `turn` as `_in_pieces` does, for a weight in the host's memory. The pieces of the weight are updated there, and the new
+    weight is returned instead of an update."""
     size = gradient.shape[axis] // count
 
     def update_piece(carry: Any, i: Any) -> Any:
@@ -126,12 +131,18 @@ def _in_place(turn: _Turn, gradient: Any, arrays: list[Any], param: Any, axis: i
 
 
 def pieces_for(optimizer: Any, meanings: Any, shapes: Mapping[str, Any], places: Mapping[str, NamedSharding]) -> Pieces:
-    """The pieces of each weight: its layers where they are stacked; of another that is large, as many as make a piece small.
+    """Divides weights into pieces. The pieces of stacked weights are their layers. Other large weights are cut along an axis into
+    pieces of limited size.
 
     Args:
-        optimizer: its settings (`train.optimizers`), which know the weights that may be taken apart.
-        places: the shardings of the weights. An axis that the mesh splits is not cut, nor is the last one: a weight without another is
-            updated whole.
+        optimizer: the settings of the optimizer (`train.optimizers`), which know the weights that may be cut.
+        meanings: the meanings of the trained weights (`train.state.meanings_of`).
+        shapes: the shapes of the weights, by parameter name.
+        places: the shardings of the weights. Neither the last axis nor an axis that the mesh splits is cut. A weight without another
+            axis is updated whole.
+
+    Returns:
+        The axis and the number of pieces, by parameter name.
     """
     stacked = stacked_among(meanings)
     pieces = {address: (0, shapes[address].shape[0]) for address in stacked}
@@ -150,19 +161,29 @@ def pieces_for(optimizer: Any, meanings: Any, shapes: Mapping[str, Any], places:
 
 
 def weights_on_host(places: Mapping[str, NamedSharding], meanings: Any) -> dict[str, NamedSharding]:
-    """The shardings of the trained weights with those of the layers in the host's memory. meanings: of the trained weights
-    (`train.state.meanings_of`)."""
+    """Returns the shardings of the trained weights, with the weights of stacked layers in the host's memory.
+
+    Args:
+        places: the shardings of the weights on devices, by parameter name.
+        meanings: the meanings of the trained weights (`train.state.meanings_of`).
+    """
     stacked = stacked_among(meanings)
     return {a: place.with_memory_kind(HOST) if a in stacked else place for a, place in places.items()}
 
 
 def stacked_among(meanings: Any) -> frozenset[str]:
-    """The weights that are one array for several layers."""
+    """Returns the names of the weights that are stored as one array for several layers."""
     return frozenset(address for address, (meaning, stored) in meanings.items() if stored > len(meaning.letters))
 
 
 def places_on_host(places: Any, shapes: Any, weights: Collection[str]) -> Any:
-    """The shardings of an optimizer's state that is in the host's memory. weights: the addresses of what is trained."""
+    """Returns the shardings of an optimizer's state whose arrays are in the host's memory.
+
+    Args:
+        places: the shardings of the state on devices.
+        shapes: the shapes of the state.
+        weights: the names of the trained parameters.
+    """
 
     def place(path: Any, shape: Any, place: Any) -> Any:
         return place if _weight_of(path, shape, weights) is None else place.with_memory_kind(HOST)
@@ -171,6 +192,6 @@ def places_on_host(places: Any, shapes: Any, weights: Collection[str]) -> Any:
 
 
 def _weight_of(path: Any, leaf: Any, weights: Collection[str]) -> str | None:
-    """The address of the weight that a leaf belongs to; None for scalars and for what is of no single weight."""
+    """Returns the name of the weight that a leaf of the state belongs to; None for scalars and for leaves of no single weight."""
     keys = (k.key for k in reversed(path) if isinstance(k, jax.tree_util.DictKey))
     return next((k for k in keys if k in weights), None) if leaf.ndim else None

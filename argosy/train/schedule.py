@@ -1,4 +1,5 @@
-"""Learning rate schedules: a factor on the peak learning rate by step. All begin with a linear warm-up from 0."""
+"""Learning rate schedules. A schedule gives a factor on the peak learning rate for each step. All begin with a linear warm-up from
+0."""
 
 import math
 from collections.abc import Callable
@@ -38,7 +39,7 @@ class Schedule(Settings):
         raise NotImplementedError
 
     def unfinished(self, steps: int) -> str | None:
-        """What to say of a warm-up that is longer than the run; None: it is not."""
+        """Returns a warning if the warm-up is longer than the run; otherwise None."""
         warm = _count(self.warmup, steps)
         if warm <= steps:
             return None
@@ -46,10 +47,12 @@ class Schedule(Settings):
         return f"{message}: the rate ends at {steps / warm:.2g} of optimizer.learning_rate. Below 1, warmup is a share of all steps"
 
     def warmed(self, steps: int, after: Factor, final: float = 1.0) -> Factor:
-        """Warm-up followed by `after`, a function of the progress over the remaining steps: 0 at the first, 1 at the last.
+        """Makes a schedule of a warm-up followed by `after`.
 
         Args:
-            final: the last value of `after`. If it is 0, progress is 1 one step after the last.
+            steps: the number of steps of the run.
+            after: (progress) -> the factor. Progress over the steps after the warm-up goes from 0 at the first to 1 at the last.
+            final: the last value of `after`. If it is 0, progress reaches 1 one step after the last.
         """
         import jax.numpy as jnp
 
@@ -57,7 +60,7 @@ class Schedule(Settings):
         return self.warmed_up(warm, lambda step: after(jnp.clip((step - warm) / max(1, span(steps - warm, final)), 0, 1)))
 
     def warmed_up(self, warm: int, after: Factor) -> Factor:
-        """Warm-up over so many steps, followed by `after`, a function of the step."""
+        """Makes a schedule of a warm-up over `warm` steps, followed by `after`, a function of the step."""
         import jax.numpy as jnp
 
         def factor(step: Any) -> Any:
@@ -68,13 +71,20 @@ class Schedule(Settings):
 
 
 def span(steps: int, final: float) -> int:
-    """Steps from the first of a decay to the one that has its final rate. A rate of 0 would make the last step change nothing, so it
-    comes one step after the last, as in transformers and torchtitan: a linear decay over n steps ends at 1 / n of the peak."""
+    """Returns the number of steps from the first step of a decay to the step with the final rate.
+
+    A final rate of 0 would waste the last step, so it comes one step after the last, as in transformers and torchtitan. A linear decay
+    over n steps then ends at 1 / n of the peak.
+
+    Args:
+        steps: the number of steps of the decay.
+        final: the final rate.
+    """
     return steps - 1 if final else steps
 
 
 def _count(value: float, steps: int) -> int:
-    """A number of steps, given directly or, below 1, as a share of all steps."""
+    """Returns a number of steps. A value below 1 is a share of all steps."""
     return round(value * steps) if value < 1 else round(value)
 
 

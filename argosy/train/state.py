@@ -1,4 +1,4 @@
-"""Everything a step reads and writes. A checkpoint holds it, together with the position in the data."""
+"""The training state: everything that a step reads and writes. A checkpoint holds it, together with the position in the data."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +18,13 @@ from argosy.train.optimizers.schedule_free import average_of
 class TrainState:
     """The state of training.
 
-    step: number of updates so far.
-    params: trained weights.
-    rest: frozen weights.
-    optimizer: the optimizer's state.
-    key: random key, to be folded with the step.
-    guard: the state of `train.guard`; None without one.
-    ema: the average of the trained weights (`train.ema`); None without one, or if the optimizer's state holds it.
+    step: the number of updates so far.
+    params: the trained weights, by parameter name.
+    rest: all other weights, by parameter name.
+    optimizer: the state of the optimizer.
+    key: the random key of the run, which each step folds with its number.
+    guard: the state of `train.guard`; None without a guard.
+    ema: the average of the trained weights (`train.ema`); None without `ema.decay`, or if the optimizer keeps the average.
     """
 
     # Integer and key arrays; or, in a tree of the same structure, their shapes or shardings.
@@ -44,7 +44,8 @@ class TrainState:
 
     @property
     def inference_params(self) -> Leaves:
-        """The trained weights that evaluations, samples and readers of a checkpoint use: their average, if there is one."""
+        """The weights that evaluations, samples and readers of a checkpoint use: the average of the trained weights, if there is one,
+        otherwise the trained weights."""
         if self.ema is not None:
             return self.ema
         average = average_of(self.optimizer, self.params)
@@ -57,28 +58,28 @@ class TrainState:
 
 
 def split_trained(model: nnx.Module) -> tuple[Any, Leaves, Leaves]:
-    """The graph of a model, its trained weights, and the rest."""
+    """Splits a model into its graph, its trained weights and all other weights, the latter two by parameter name."""
     return split(model, nnx.Param)
 
 
 def training_graph(model: nnx.Module) -> Any:
-    """The graph of the training step: as `split_trained`, with the capacity of experts in effect."""
+    """Returns the graph of a model for training, in which the capacity of experts is in effect."""
     return split_trained(with_capacity(merge(*split_trained(model))))[0]
 
 
 def meanings_of(model: nnx.Module) -> Meanings:
-    """The meaning and the number of stored axes of every trained weight."""
+    """Returns the meaning and the number of stored axes of every trained weight, by parameter name."""
     by_address = variables(model)
     return {a: (v.get_metadata()["meaning"], len(v.shape)) for a, v in by_address.items() if isinstance(v, nnx.Param)}
 
 
 def flatten_state(tree: Any) -> dict[str, Any]:
-    """The leaves of an optimizer state (or any pytree) by dotted name, as checkpoints hold them."""
+    """Returns the leaves of an optimizer state (or any pytree) by dotted name, as checkpoints store them."""
     return {_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
 def unflatten_state(like: Any, leaves: dict[str, Any]) -> Any:
-    """The tree of the form of `like` from such leaves.
+    """Makes a pytree with the structure of `like` from the leaves of `flatten_state`.
 
     Raises:
         KeyError: a leaf is missing.

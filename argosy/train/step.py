@@ -1,9 +1,9 @@
-"""One update as a pure function: `step(state, batch, frozen) -> state, metrics`. It does no timing, file access or other host
-work.
+"""One update as a pure function `step(state, batch, frozen) -> state, metrics`. It does no timing, file access or other work of the
+host.
 
-Gradients are sums over targets, divided once by the weight of the whole batch, so accumulation and packing only change rounding.
-In mixed precision, activations and contractions use the compute type, weights and optimizer state float32. Frozen models (a
-reference, a teacher) are arguments: as constants they would be compiled into the program.
+Gradients are sums over targets, divided once by the weight of the whole batch, so accumulation and packing only change rounding. In
+mixed precision, activations and matrix products have the compute type; weights and optimizer state are float32. Frozen models (a
+reference, a teacher) are arguments, because constants would be compiled into the program.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,7 +37,7 @@ Precision = Literal["float32", "bfloat16", "float64"]
 
 
 def model_for(graph: Any, precision: Precision, *leaves: Leaves) -> Any:
-    """The model with these weights, computing in this precision."""
+    """Builds the model of a graph and its weights, which computes in this precision."""
     model = merge(graph, *leaves)
     model.dtype = jnp.dtype(precision)
     return model
@@ -57,16 +57,20 @@ def make_step(
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """Makes the update `(state, batch, frozen={}) -> state, metrics`, to be jitted with its state donated.
 
-    Metrics: `loss` and those of the objective, as means; `grad_norm` before clipping; `lr`, as applied; `targets`, the weight of the
-    batch.
+    The metrics are `loss` and the metrics of the objective, as means over the batch; `grad_norm`, the norm before clipping; `lr`, the
+    learning rate of this update; and `targets`, the weight of the batch.
 
     Args:
-        graph: of the trained model.
-        accumulate: number of parts of a batch, computed one after the other; groups of rows are not split.
-        roles: graphs of the frozen models that the objective reads, by role; their weights are in `frozen`.
-        gather: gathers the weights once for all parts. None: each part gathers them.
-        stays: (what the guard keeps, loss, gradient norm) -> whether the state stays as it is, because the step is bad. Only for an
-            optimizer whose state is in the host's memory.
+        graph: the graph of the trained model.
+        objective: the loss.
+        optimizer: the optimizer, including the learning rate.
+        rate: (number of updates so far) -> the learning rate, for the metric `lr`.
+        precision: the compute type.
+        accumulate: the number of micro-batches of a batch, which are computed one after the other. Groups of rows are not split.
+        roles: the graphs of the frozen models that the objective reads, by role. Their weights are in `frozen`.
+        gather: gathers the weights once for all micro-batches. None: each micro-batch gathers them.
+        stays: (state of the guard, loss, gradient norm) -> whether the state stays as it is, because the step is bad. It is given only
+            for an optimizer whose state is in the host's memory.
     """
     models_for = _models(graph, precision, roles or {})
 
@@ -114,12 +118,12 @@ def make_parts(
     precision: Precision = "float32",
     roles: Mapping[str, Any] | None = None,
 ) -> tuple[Callable[..., Any], Callable[..., tuple[TrainState, Metrics]]]:
-    """The update of `make_step` for batches of any number of parts, in two functions to be jitted:
+    """Makes the update of `make_step` for batches of any number of micro-batches, as two functions to be jitted:
 
-        add(params, rest, frozen, part, key, sums) -> sums    gradients and loss of a part, added to those before (None: the first)
-        finish(state, sums) -> state, metrics                 the update, from the sums over all parts
+        add(params, rest, frozen, part, key, sums) -> sums    adds gradients and loss of a micro-batch (`sums` is None for the first)
+        finish(state, sums) -> state, metrics                 makes the update from the sums over all micro-batches
 
-    Of the weights that are not trained, `finish` needs and returns only those that move by a rule.
+    Of the weights that are not trained, `finish` needs and returns only those that change by a rule.
     """
     models_for = _models(graph, precision, roles or {})
 
@@ -139,7 +143,12 @@ def make_parts(
 
 
 def _gradients(total: Callable[[Leaves, Leaves], tuple[Array, Loss]], params: Leaves, rest: Leaves) -> tuple[Leaves, Loss]:
-    """The gradients of a loss and the loss, with updates of the histories that delayed scaling keeps among the other weights."""
+    """Computes the gradients of a loss, and the loss. Updates of the histories of delayed scaling, which are among the other weights,
+    are added to the loss's updates.
+
+    Args:
+        total: (trained weights, other weights) -> the sum that is differentiated, and the loss.
+    """
     (grads, seen), loss = jax.grad(
         lambda params, histories: total(params, rest | histories), argnums=(0, 1), has_aux=True
     )(params, histories_of(rest))
@@ -155,7 +164,12 @@ def apply_update(
     rate: Factor,
     stays: Stays | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """The next state from gradients that are sums over targets, and the metrics."""
+    """Computes the next state, and the metrics, from gradients that are sums over targets.
+
+    Args:
+        grads: the gradients, by parameter name.
+        loss: the loss of the whole batch.
+    """
     grads = jax.tree.map(lambda g: g / jnp.maximum(loss.loss.weight, 1e-30), grads)
     norm, mean_loss = optax.tree.norm(grads), loss.loss.value()
     kwargs = {} if stays is None else {"stays": stays(state.guard, mean_loss, norm)}
@@ -175,11 +189,12 @@ def apply_update(
 
 
 def steps_of(optimizer: Any, step: Array) -> Array:
-    """The number of updates that an optimizer has counted, which decides its learning rate: fewer than the steps if some were skipped.
+    """Returns the number of updates that an optimizer has counted, which decides its learning rate. It is smaller than the number of
+    steps if updates were skipped.
 
     Args:
-        optimizer: its state.
-        step: the result for an optimizer without a schedule, which does not count.
+        optimizer: the state of the optimizer.
+        step: the number of steps, which is returned for an optimizer without a schedule, since that does not count.
     """
     scheduled = lambda part: isinstance(part, optax.ScaleByScheduleState)  # noqa: E731
     return next((part.count for part in jax.tree.leaves(optimizer, is_leaf=scheduled) if scheduled(part)), step)
@@ -201,8 +216,8 @@ def _models(graph: Any, precision: Precision, roles: Mapping[str, Any]) -> Calla
 
 
 def in_parts(batch: Batch, parts: int, objective: Objective) -> Batch:
-    """Each array [n ...] as [parts, n / parts ...]. A part takes every `parts`-th group of rows, so that each device has a share
-    of every part, and rows of a group stay together."""
+    """Splits a batch into micro-batches: each array [n ...] becomes [parts, n / parts ...]. A micro-batch takes every `parts`-th group
+    of rows, so that each device has a share of every micro-batch. Rows of a group stay together."""
     fields, together = objective.reads(), objective.rows_per_group
 
     def split_rows(name: str, a: Array) -> Array:
@@ -215,7 +230,12 @@ def in_parts(batch: Batch, parts: int, objective: Objective) -> Batch:
 
 
 def _summed(of_part: Callable[[Batch, Array], Any], parts: Batch, key: Array) -> Any:
-    """What a function gives for each part of a batch, summed over the parts, which are computed one after the other."""
+    """Sums the results of a function over micro-batches, which are computed one after the other.
+
+    Args:
+        of_part: (micro-batch, key) -> a pytree.
+        parts: the micro-batches, as `in_parts` makes them.
+    """
     count = len(next(iter(parts.values())))
     first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), parts)
     zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(of_part, first, key))
@@ -229,14 +249,15 @@ def _summed(of_part: Callable[[Batch, Array], Any], parts: Batch, key: Array) ->
 
 
 def _added(a: Any, b: Any) -> Any:
-    """Sums of gradients, losses and metrics. Metrics add by their own `+`: that of a maximum is the larger one."""
+    """Adds two pytrees of gradients, losses or metrics. Metrics are added by their own `+`, which for a maximum is the larger value."""
     return jax.tree.map(lambda a, b: a + b, a, b, is_leaf=lambda x: hasattr(x, "value"))
 
 
 def make_evaluation(
     graph: Any, objective: Objective, *, precision: Precision = "float32", roles: Mapping[str, Any] | None = None
 ) -> Callable[..., dict[str, WeightedMean]]:
-    """Makes `(state, batch, frozen={})` -> the objective's metrics on a batch, and its `loss`: the cross-entropy where there is one."""
+    """Makes a function `(state, batch, frozen={})` that returns the objective's metrics on a batch, and its `loss`, which is the
+    cross-entropy where there is one."""
     models_for = _models(graph, precision, roles or {})
 
     def evaluate(state: TrainState, batch: Batch, frozen: Frozen | None = None) -> dict[str, WeightedMean]:

@@ -1,14 +1,16 @@
-"""Objectives: what training minimizes, one a file: its settings, equation, paper, differences, and its loss.
+"""Objectives, the losses that training minimizes. Each has a file with its settings, equation, paper, differences from it, and the
+loss.
 
     next_token        cross-entropy of the next token
-    preferences/      sequences of a prompt and a completion that were compared or labeled: dpo, simpo, cpo, orpo, kto, reward models
+    preferences/      completions that were compared or labeled: dpo, simpo, cpo, orpo, kto, reward models
     texts/            texts that are scored or embedded whole: classify, rerank, contrastive, similarity
     clicks/           clicks of users on items: rank, retrieve
     images/           denoisers: diffusion, edm, mean_flow, dreambooth; controlnet; textual_inversion; autoencoders: autoencode
     distillation/     a teacher's distributions: distill, gkd, and across tokenizers uld, gold
 
-Objectives of reinforcement learning are in `rl.algorithms`. To add one: a file here, and its line below. A file of one's own needs no
-line: `objective=FILE.py:CLASS`, a class of settings that derives from `train.objectives.objective.Objective`.
+Objectives of reinforcement learning are in `rl.algorithms`. To add an objective, add a file here and its line below. A user's file
+needs
+no line: `objective=FILE.py:CLASS` names a class of settings that derives from `train.objectives.objective.Objective`.
 
 This file imports no jax, and neither do objectives at their top, because settings are read without it.
 """

@@ -1,7 +1,7 @@
-"""What an objective returns: the loss, metrics, and updates of weights that change by a rule.
+"""The return value of an objective: the loss, metrics, and updates of weights that change by a rule instead of a gradient.
 
-Losses and metrics are sums with their weights, never means: so with accumulation, packing and devices of unequal load, everything
-is divided once, by the weight of the whole batch.
+Losses and metrics are sums with their weights, never means. So everything is divided once, by the weight of the whole batch, whatever
+the accumulation, the packing and the load of each device.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,11 @@ Models = Mapping[str, Any]
 
 
 class WeightedMean(NamedTuple):
-    """A mean before its division: the weighted sum, and the weight."""
+    """A mean before its division.
+
+    total: the weighted sum.
+    weight: the sum of the weights.
+    """
 
     total: Float[Array, ""]
     weight: Float[Array, ""]
@@ -34,8 +38,8 @@ class WeightedMean(NamedTuple):
 class RuleUpdate:
     """The update of a weight by a rule instead of a gradient.
 
-    statistic: an array that is a sum over the batch (or its shape, while shapes are computed); those of the parts of a batch are added.
-        Or an object with its own `+`, such as a maximum.
+    statistic: a statistic of a micro-batch; the statistics of all micro-batches are added. It is an array that is a sum over examples
+        (or a shape, while only shapes are computed), or an object with its own `+`, such as a maximum.
     rule: (weight, statistic of the whole batch) -> new weight.
     """
 
@@ -47,7 +51,12 @@ jax.tree_util.register_dataclass(RuleUpdate, ["statistic"], ["rule"])
 
 
 class Loss(NamedTuple):
-    """The loss, metrics, and updates of weights that change by a rule, by address."""
+    """The return value of an objective.
+
+    loss: the loss.
+    metrics: the metrics, by name.
+    updates: the updates of weights that change by a rule, by parameter name.
+    """
 
     loss: WeightedMean
     metrics: dict[str, WeightedMean]

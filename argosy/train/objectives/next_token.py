@@ -2,8 +2,9 @@
 
     sum of m_t (-log p(y_t) + z log(Z_t)^2) / sum of m_t
 
-m_t the weight of a target, Z_t the partition function of its logits (PaLM, arXiv:2204.02311), z the setting `z_loss`. Models with
-modules for later tokens add their mean cross-entropy (multi-token prediction, arXiv:2412.19437, equation 25).
+m_t is the weight of a target, Z_t the partition function of its logits (PaLM, arXiv:2204.02311), and z the setting `z_loss`. For models
+with modules that predict later tokens, the mean cross-entropy of these tokens is added (multi-token prediction, arXiv:2412.19437,
+equation 25).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ class NextToken(TokenObjective):
 
 
 def next_token_loss(settings: NextToken, models: "Models", batch: "dict[str, Array]") -> "Loss":
-    """The loss of a batch."""
+    """Computes the loss of a batch."""
     import jax.numpy as jnp
 
     from argosy.models.parts.attention.attend import Packed
@@ -68,11 +69,12 @@ def next_token_loss(settings: NextToken, models: "Models", batch: "dict[str, Arr
 def _later_tokens(
     settings: NextToken, model: Any, x: "Array", batch: "dict[str, Array]", depths: int
 ) -> "tuple[WeightedMean, dict[str, Array]]":
-    """Cross-entropy of the tokens after the next one (multi-token prediction), over all depths, and the aux outputs of their
-    layers, [depths ...].
+    """Computes the cross-entropy of the tokens after the next one (multi-token prediction), over all depths. Also returns the aux
+    outputs of the modules' layers, [depths ...].
 
     Args:
         x: the input of the model's head [B T D].
+        depths: the number of modules, each of which predicts one token further.
     """
     import jax
     import jax.numpy as jnp
@@ -95,7 +97,7 @@ def _later_tokens(
 
 
 def _shifted(a: "Array", steps: int) -> "Array":
-    """The entries `steps` positions later in each row; 0 beyond the end."""
+    """Shifts each row to the left by `steps` positions; 0 beyond the end."""
     import jax.numpy as jnp
 
     return jnp.pad(a[:, steps:], ((0, 0), (0, steps)))

@@ -1,6 +1,7 @@
-"""What every objective is: a function `(models, batch, key) -> Loss` that declares what it reads and needs. No jax is imported here.
+"""The interface of objectives. An objective is a function `(models, batch, key) -> Loss` that declares what it reads and needs.
 
-An objective is usually a class of settings that derives from `Objective` too. It is pure: the same arguments give the same loss.
+An objective is usually a class of settings that also derives from `Objective`. It is pure: the same arguments give the same loss. This
+file imports no jax.
 """
 
 from collections.abc import Mapping
@@ -21,17 +22,18 @@ if TYPE_CHECKING:
 class Needs:
     """What an objective needs of data and models, whatever its settings.
 
-    rows_per_group: how many rows of a batch belong together (2: a preference pair); they are never split.
-    formats: the formats of records that it trains on (`data.sources.records`); none: those with one row an example.
-    least_groups: the fewest groups of a batch with which it makes sense.
-    scores: how many scores the model's head gives, in place of logits.
-    labels: the head gives a score for each class of the data, or one for a number.
-    encoders: it trains encoders too.
-    inputs: what the models that it trains read (`ModelConfig.inputs`).
-    rollouts: batches are completions that the model samples, and it learns from their rewards or from a teacher; none: from data.
-    metrics: those that an evaluation reports beside the perplexity.
-    whole_batch: its loss compares the examples of a batch with one another, so that a part of a batch is another loss.
-    forward: it differentiates the model forward too, which implementations with a backward pass of their own do not.
+    rows_per_group: the number of rows of a batch that form a group, which is never split. A preference pair is a group of 2.
+    formats: the formats of records that the objective trains on (`data.sources.records`). Empty: all formats with one row per example.
+    least_groups: the smallest number of groups in a batch that makes sense.
+    scores: the number of scores that the model's head gives instead of logits; 0 for logits.
+    labels: whether the head gives one score for each class of the data, or a single score if labels are numbers.
+    encoders: whether the objective can train encoders too.
+    inputs: the kind of input of the models that the objective trains (`ModelConfig.inputs`).
+    rollouts: `none` if batches are data. Otherwise batches are completions that the model samples, and the objective learns from their
+        `rewards` or from a `teacher`.
+    metrics: the names of metrics that an evaluation reports beside the perplexity.
+    whole_batch: whether the loss compares the examples of a batch with one another, so that micro-batches would give another loss.
+    forward: whether the objective also differentiates the model in forward mode. Implementations with a custom backward pass cannot.
     """
 
     rows_per_group: int = 1
@@ -48,7 +50,7 @@ class Needs:
 
     @property
     def asked_format(self) -> str | None:
-        """The format of records that it trains on, where that is never detected but asked for."""
+        """The format of records that the objective trains on, if the data loader must be told it because it cannot detect it."""
         return next((name for name in self.formats if name in ASKED_FOR and name != PROMPT), None)
 
 
@@ -69,46 +71,58 @@ class Objective:
 
     @property
     def text_pooling(self) -> str | None:
-        """How the trained model makes one vector of the vectors of a text's tokens; None: it makes none."""
+        """The pooling by which the trained model makes one vector of a text; None if the model does not embed texts."""
         return None
 
     @property
     def config_entries(self) -> dict[str, Any]:
-        """What a model's config.json says of its training by this objective."""
+        """The entries that this objective adds to the config.json of a trained model."""
         return {}
 
     @property
     def roles(self) -> Mapping[str, str]:
-        """The frozen models that it compares with, and where their numbers come from.
+        """The frozen models that the objective compares with, by role, and when their outputs are computed.
 
-        online: the model is in `models` under its role. cached: numbers are computed before the first step, and batches hold them.
-        rollout: they are computed with each rollout.
+        `online`: the loss computes them; the model is in `models` under its role. `cached`: they are computed before the first step,
+            and
+        batches hold them. `rollout`: they are computed with each rollout.
         """
         return {}
 
     @property
     def trained_parts(self) -> frozenset[str]:
-        """Names of the parts that are trained beside the model (`train.beside`)."""
+        """The names of the auxiliary modules that are trained with the model (`train.beside`)."""
         return frozenset()
 
     def reads(self) -> "Fields":
-        """The arrays of a batch that the objective reads, by name."""
+        """Returns the fields of a batch that the objective reads, by name."""
         raise NotImplementedError
 
     def batch_means(self, models: "Models", batch: dict[str, Any], key: Any) -> "dict[str, WeightedMean]":
-        """Means over the whole batch that the loss reads, without gradient.
+        """Computes means over the whole batch that the loss reads, without gradient.
 
-        Where a batch is computed in parts, they are computed first, over all parts, and each part's batch then holds them as scalars.
-        A batch that is computed at once does not hold them: the loss computes its own. The models have no dropout there.
+        If a batch is computed in micro-batches, these means are computed first, over all micro-batches, and each micro-batch then holds
+        them as scalars. If a batch is computed at once, it does not hold them, and the loss computes them itself. The models have no
+        dropout here.
         """
         return {}
 
     def derived(self, figures: dict[str, float]) -> dict[str, float]:
-        """Figures of an evaluation that follow from the means over all its batches, by name."""
+        """Computes figures of an evaluation, by name, that follow from the means over all its batches.
+
+        Args:
+            figures: these means, by name.
+        """
         return {}
 
     def __call__(self, models: "Models", batch: dict[str, Any], key: Any) -> "Loss":
-        """Computes the loss."""
+        """Computes the loss of a batch or micro-batch.
+
+        Args:
+            models: the trained model as `model`, and the frozen models by role.
+            batch: the arrays that `reads` names.
+            key: the random key of the step.
+        """
         raise NotImplementedError
 
 

@@ -1,7 +1,7 @@
-"""The contribution of mixtures of experts to an objective: aux losses, metrics of expert load, and biases adjusted by load.
+"""Adds the parts of mixtures of experts to an objective: aux losses, metrics of expert load, and updates of router biases by load.
 
-Aux losses are weighted row by row as the targets are, so accumulation, packing and devices do not change them (except with
-`balance_over: batch`, whose product of means is over the rows computed together).
+Rows have the same weights in aux losses as in the loss. So accumulation, packing and the number of devices do not change aux losses,
+except with `balance_over: batch`, which multiplies means over the rows that are computed together.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from argosy.train.objectives.loss import Loss, RuleUpdate, WeightedMean
 
 @dataclass(frozen=True)
 class ByLoad:
-    """Moves the biases of a router one step: up for experts with less than an even load, down for those with more
+    """A rule that moves the biases of a router by `rate`: up for experts with less than an even load, down for those with more
     (arXiv:2408.15664, algorithm 1)."""
 
     rate: float
@@ -30,11 +30,11 @@ def with_routers(loss: Loss, model: Any, aux: Aux, rows: Float[Array, "B"]) -> L
     """Adds the routers' aux losses, metrics and updates to a loss, as means over layers.
 
     Args:
-        aux: aux outputs of the layers.
+        aux: the aux outputs of the layers.
         rows: the weight of each row of the batch.
 
     Raises:
-        ValueError: the config has experts, but no layer returned aux outputs for them.
+        ValueError: the config has experts, but no layer returned aux outputs of experts.
     """
     experts = getattr(model.config, "experts", None)
     if experts is None:
@@ -62,7 +62,8 @@ def with_routers(loss: Loss, model: Any, aux: Aux, rows: Float[Array, "B"]) -> L
 
 
 def _by_address(model: Any, aux: Aux) -> dict[str, Array]:
-    """The load of each layer, in the layout of the stored biases: stacked, or one per layer."""
+    """Returns the load of the experts of each layer by the parameter name of the router's biases. Loads are stacked over layers where
+    the biases are."""
     stack = model.layers
     places = {i: (kind, n) for kind, indexes in stack.indexes().items() for n, i in enumerate(indexes)}
     stored = stack.stored() if stack.run.stacked else {}

@@ -1,4 +1,4 @@
-"""Losses of tokens under a model, however large its vocabulary: what most objectives read."""
+"""Computes the cross-entropy of each token under a model, in limited memory where the vocabulary is large. Most objectives use it."""
 
 import math
 from typing import Any
@@ -30,11 +30,12 @@ FIELDS: Fields = {
 def losses(
     settings: TokenObjective, model: Any, x: Float[Array, "B T D"], targets: Int[Array, "B T"], temperature: float = 1.0
 ) -> Losses:
-    """Loss and log partition function of each target, [B T] each. Rows are not flattened, because they could then not be laid out
-    over devices by the rules of a batch.
+    """Computes the cross-entropy and the log partition function of each target, [B T] each. The result keeps the axes of the batch, so
+    that it can be sharded over devices as a batch is.
 
     Args:
-        temperature: divides the logits.
+        x: the input of the model's head.
+        temperature: the divisor of the logits.
     """
     by = jnp.asarray(1.0 / temperature, x.dtype)
     way, plain = settings.head, plain_head(model)
@@ -60,17 +61,23 @@ def losses(
 
 
 def rows_at_once(chunk: int, shape: tuple[int, ...]) -> int:
-    """Rows of a whole batch [B T] of which each device computes `chunk` at once."""
+    """Returns the number of tokens of a whole batch that are computed at once, of which each device has `chunk`.
+
+    Args:
+        shape: the shape of the batch, (B, T).
+    """
     return chunk * math.prod(axis_sizes()[axis] for axis in axes_in(activation_spec("B T", shape)))
 
 
 def _head(model: Any) -> tuple[Any, str]:
-    """The head, and the axes of its weight."""
+    """Returns the head of a model, which is the embedding if the two are tied, and the axes of its weight."""
     return (model.embed, "VD") if model.head is None else (model.head, "DV")
 
 
 def head_layout(model: Any, targets: Int[Array, "B T"], chunk: int) -> HeadLayout | None:
-    """How the head and the targets lie over the devices, if the head is only a product, with or without a cap; otherwise None."""
+    """Returns the sharding of the head and the targets, if the head is only a matrix product with or without a logit cap; otherwise
+    None.
+    """
     head, order = _head(model)
     if type(head) is not Einsum or head.b is not None or not isinstance(head.w, nnx.Variable):
         return None
@@ -80,7 +87,9 @@ def head_layout(model: Any, targets: Int[Array, "B T"], chunk: int) -> HeadLayou
 
 
 def plain_head(model: Any) -> tuple[Array, str] | None:
-    """The head's weight and its axes, if the head is only that product (no bias, cap, adapter or int8); otherwise None."""
+    """Returns the weight of the head and its axes, if the head is only a matrix product (no bias, cap, adapter or int8); otherwise
+    None.
+    """
     head, order = _head(model)
     if type(head) is not Einsum or head.b is not None or getattr(model, "logit_cap", None) is not None:
         return None

@@ -1,6 +1,6 @@
-"""Optimizers, one a file: its settings, equation, paper and differences.
+"""Optimizers. Each has a file with its settings, equation, paper and differences from the paper.
 
-    name             state a weight      what it is
+    name             arrays per weight   what it is
     adamw, nadamw    2                   Adam with decoupled weight decay; with Nesterov's momentum
     lion, sgd        1; 0 or 1           the sign of a momentum; plain descent
     rmsprop          1                   divided by the root of the mean square
@@ -11,9 +11,9 @@
     schedule_free    2                   an average of the weights in place of a schedule
     prodigy          4                   estimates its learning rate
 
-All of them have groups of weights (`groups`), states in 8 bits (`state_types`) and slow weights (`lookahead`). To add one: a file here,
-and its line below. A file of one's own needs no line: `optimizer=FILE.py:CLASS`, a class of settings that derives from
-`train.optimizers.base.Optimizer`; nor does a package that declares the entry point `argosy.optimizers`.
+All optimizers have groups of weights (`groups`), states in 8 bits (`state_types`) and slow weights (`lookahead`). To add an optimizer,
+add a file here and its line below. A user's file needs no line: `optimizer=FILE.py:CLASS` names a class of settings that derives from
+`train.optimizers.base.Optimizer`. A package needs no line either if it declares the entry point `argosy.optimizers`.
 
 This file imports no jax, and neither do optimizers at their top, because settings are read without it.
 """

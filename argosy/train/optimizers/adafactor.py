@@ -1,10 +1,10 @@
-"""Adafactor: the mean of squared gradients of a matrix as the product of a row and a column.
+"""Adafactor: the mean of squared gradients of a matrix is stored as the product of a row and a column.
 
     R <- b R + (1 - b) mean over columns of g² + 1e-30;   C likewise over rows;   b = 1 - t^-0.8
     u = g / sqrt(R C / mean(R));   u <- u / max(1, rms(u) / threshold);   w <- w - rate (max(1e-3, rms(w)) u + decay w)
 
-What differs from the paper: the learning rate is the schedule's, not 1 / sqrt(t); there is no momentum; weight decay is decoupled; and
-root mean squares are those of the matrix of each layer and expert, however they are stacked.
+Differences from the paper: the learning rate is that of the schedule, not 1 / sqrt(t); there is no momentum; weight decay is decoupled;
+and root mean squares are taken over the matrix of each layer and expert, however matrices are stacked.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,12 @@ TINY, LEAST = 1e-30, 1e-3
 
 
 class AdafactorState(NamedTuple):
-    """count: number of updates. rows, columns: factors of the mean square of large matrices. nu: of all else, the mean square."""
+    """The state of Adafactor.
+
+    count: the number of updates.
+    rows, columns: the factors of the mean of squared gradients, for large matrices.
+    nu: the mean of squared gradients, for all other weights.
+    """
 
     count: Any
     rows: Any

@@ -3,8 +3,8 @@
     m <- b1 m + (1 - b1) g;   v <- b2 v + (1 - b2) g²
     w <- w - rate (m̂ / (sqrt(v̂) + eps) + decay w)           m̂ = m / (1 - b1^t), v̂ = v / (1 - b2^t)
 
-NAdamW replaces m̂ by b1 m / (1 - b1^(t+1)) + (1 - b1) g / (1 - b1^t) (Dozat 2016), with a constant b1, where torch's NAdam has one
-that grows over the first steps.
+NAdamW replaces m̂ by b1 m / (1 - b1^(t+1)) + (1 - b1) g / (1 - b1^t) (Dozat 2016). Its b1 is constant; that of torch's NAdam grows over
+the first steps.
 """
 
 from collections.abc import Mapping

@@ -3,8 +3,8 @@
     m <- b1 m + (1 - b1) g;   d <- b2 d + (1 - b2) (g - g');   n <- b3 n + (1 - b3) (g + b2 (g - g'))²       g' the gradient before
     w <- w - rate ((m̂ + b2 d̂) / (sqrt(n̂) + eps) + decay w)
 
-What differs from the paper: weights decay as in AdamW; the paper divides by 1 + rate decay. Optax 0.2.8 has 1 - b2 in place of b2 in
-both sums, although its b2 is a decay rate too, so this is not Optax's.
+Difference from the paper: weights decay as in AdamW; the paper divides by 1 + rate decay. Optax's Adan is not used, because Optax 0.2.8
+has 1 - b2 in place of b2 in both sums, although its b2 is a decay rate too.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,14 @@ from argosy.train.schedule import Factor
 
 
 class AdanState(NamedTuple):
-    """count: number of updates. mu, differences: means of gradients and of their differences. nu: mean square. last: gradient."""
+    """The state of Adan.
+
+    count: the number of updates.
+    mu: the mean of gradients, m.
+    differences: the mean of differences of gradients, d.
+    nu: the mean of squares, n.
+    last: the gradient of the last step, g'.
+    """
 
     count: Any
     mu: Any

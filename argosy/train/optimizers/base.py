@@ -1,12 +1,13 @@
-"""What every optimizer is: settings that build an Optax transformation over flat `{address: array}` weights.
+"""The interface of optimizers: settings that build an Optax transformation over a flat mapping {parameter name: array}.
 
-What a weight is follows from its meaning (`models.parts.weight`), not from its shape: weight decay skips norms and biases, and
-optimizers of matrices see the true matrix of each layer and expert. Shapes would mislead: a stacked norm [L D] looks like a matrix,
-and a projection [D N H] like a tensor with three axes.
+The kind of a weight follows from its meaning (`models.parts.weight`), not from its shape. So weight decay skips norms and biases, and
+optimizers of matrices see the true matrix of each layer and expert. Shapes would mislead: a stacked norm [L D] looks like a matrix, and
+a projection [D N H] like a tensor with three axes.
 
-To write one: a class of settings that derives from `Optimizer` and defines `rule`. Its state mirrors the weights: arrays under their
-addresses, each axis as long as the weight's or 1, and further axes after those. Then it is sharded, stored in few bits, moved to the
-host and converted between layouts of the layers as the weights are.
+To write an optimizer, write a class of settings that derives from `Optimizer` and defines `rule`. The arrays of its state must mirror
+the
+weights: they are under the weights' parameter names, each axis is as long as the weight's or 1, and further axes follow at the end.
+Then the state is sharded, stored in few bits, moved to the host and converted between layouts of layers as the weights are.
 """
 
 from collections.abc import Callable, Mapping
@@ -88,14 +89,17 @@ class Optimizer(Settings):
         on_host: Any = None,
         layers: Callable[[str], list[str]] = lambda address: [address],
     ) -> Transformation:
-        """The Optax transformation, including learning rate and clipping.
+        """Builds the Optax transformation, including learning rate and clipping.
 
         Args:
-            on_host: its state is in the host's memory; the pieces that it is brought to the device in (`train.offload.Pieces`).
-            layers: the names of a weight in each of its layers, in their order (`models.parts.stack.layer_addresses`).
+            factor: (number of updates so far) -> the factor of the schedule on the learning rate.
+            meanings: the meanings of the trained weights, by parameter name.
+            on_host: the pieces in which the state is brought to the device (`train.offload.Pieces`), if the state is in the host's
+                memory; otherwise None.
+            layers: (parameter name) -> the names of the weight in each of its layers, in order (`models.parts.stack.layer_addresses`).
 
         Raises:
-            BadInput: the optimizer is not for these weights, or a group matches none.
+            BadInput: the optimizer does not work for these weights, or a group matches none of them.
         """
         import optax
 
@@ -129,30 +133,34 @@ class Optimizer(Settings):
         return _lenient(optax.chain(clip, state_on_host(rule_of, meanings, on_host)))
 
     def check(self, meanings: Meanings) -> None:
-        """Raises BadInput if the optimizer is not for these weights."""
+        """Raises BadInput if the optimizer does not work for these weights."""
 
     def apart(self, meanings: Meanings) -> frozenset[str]:
-        """The weights whose numbers the rule treats each alone."""
+        """Returns the names of the weights whose update is elementwise, so that they can be updated in pieces."""
         return frozenset(meanings) if self.state != "int8" else frozenset()
 
     def rule(self, rate: Factor, meanings: Meanings, decays: "Mapping[str, Any]") -> Transformation:
-        """The transformation from gradients to updates, including the learning rate.
+        """Makes the transformation from gradients to updates, including the learning rate.
 
         Args:
             rate: (number of updates so far) -> the learning rate.
-            meanings: of the weights.
-            decays: the weight decay of each weight: a number, or one for each of its layers, with the weight's axes.
+            meanings: the meanings of the weights, by parameter name.
+            decays: the weight decay of each weight: a number, or an array of one number per layer that broadcasts to the weight.
         """
         raise NotImplementedError
 
     def decays(self, meanings: Meanings, factors: GroupFactors | None = None) -> dict[str, Any]:
-        """The weight decay of each weight."""
+        """Returns the weight decay of each weight.
+
+        Args:
+            factors: the settings of groups, which may change it.
+        """
         usual = {a: self.weight_decay if self.decay == "all" or m.inner else 0.0 for a, (m, _) in meanings.items()}
         return usual if factors is None else {a: factors.decay(a, usual[a]) for a in usual}
 
 
 def add_decay(decays: Mapping[str, Any]) -> Transformation:
-    """Adds the weight times its decay to the update. Stateless."""
+    """Makes a stateless transformation that adds each weight times its decay to the update."""
     import optax
 
     def update(updates: Any, params: Any) -> Any:
@@ -163,7 +171,13 @@ def add_decay(decays: Mapping[str, Any]) -> Transformation:
 
 
 def by_label(rules: Mapping[str, Transformation], labels: Mapping[str, str]) -> Transformation:
-    """Applies each rule to the weights with its label, as if there were no others. State: {label: the rule's state}."""
+    """Makes a transformation that applies each rule to the weights with its label, as if there were no others. Its state is
+    {label: state of the rule}.
+
+    Args:
+        rules: the rules, by label.
+        labels: the label of each weight.
+    """
     import optax
 
     def part(leaves: Any, label: str) -> Any:
@@ -185,7 +199,7 @@ def by_label(rules: Mapping[str, Transformation], labels: Mapping[str, str]) -> 
 
 
 def _lenient(transform: Transformation) -> Transformation:
-    """Runs a transformation with lenient type promotion: Optax raises floats to integer powers, and Argosy runs under strict
+    """Runs a transformation with lenient type promotion, because Optax raises floats to integer powers and Argosy runs under strict
     promotion."""
     import jax
     import optax
@@ -202,7 +216,12 @@ def _lenient(transform: Transformation) -> Transformation:
 
 
 def scale_updates(optimizer: Any, prefix: str, factor: float) -> Any:
-    """The optimizer with so many times the learning rate for the weights whose addresses begin so."""
+    """Multiplies the learning rate of some weights.
+
+    Args:
+        prefix: the prefix of the names of these weights.
+        factor: the factor on their updates.
+    """
     import optax
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:

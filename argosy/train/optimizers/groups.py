@@ -1,8 +1,9 @@
-"""Groups of weights: a learning rate and a weight decay of their own, or none at all, chosen by patterns over names.
+"""Groups of weights, which patterns over names choose. The weights of a group have another learning rate or weight decay, or are
+frozen.
 
 A pattern is a regular expression over the dotted name of a weight or of a module that contains it: `embed`, `.*norm`, `layers\\.0`.
-Names are those of single layers, however layers are stacked in memory, so a group means the same in every layout. Layers of a stack
-then have factors of their own, [L, 1, ...]. A pattern that matches nothing is an error.
+Names are those of single layers, however layers are stacked in memory, so a group means the same in every layout. If the layers of a
+stacked weight differ, its factors are an array [L, 1, ...]. A pattern that matches nothing is an error.
 """
 
 import re
@@ -35,7 +36,7 @@ class OptimizerGroup(Settings):
 
 
 def matching_group(name: str, groups: Sequence[OptimizerGroup]) -> OptimizerGroup | None:
-    """The last group that matches the name of a weight, or of a module that contains it."""
+    """Returns the last group that matches the name of a weight or of a module that contains it; None if there is none."""
     return next((group for group in reversed(groups) if _matches(group.match, name)), None)
 
 
@@ -52,7 +53,7 @@ def check_groups_match(groups: Sequence[OptimizerGroup], names: Sequence[str]) -
     """Checks that every group matches a weight.
 
     Raises:
-        BadInput: one matches none, or is not a regular expression.
+        BadInput: a group matches no weight, or its pattern is not a regular expression.
     """
     for group in groups:
         if not any(_matches(group.match, name) for name in names):
@@ -62,7 +63,7 @@ def check_groups_match(groups: Sequence[OptimizerGroup], names: Sequence[str]) -
 
 
 def freeze_groups(model: Any, groups: Sequence[OptimizerGroup]) -> list[str]:
-    """Freezes the weights of a model that groups freeze in all of their layers. Returns their addresses.
+    """Freezes, in place, the weights of a model that groups freeze in all of their layers. Returns the names of these weights.
 
     Raises:
         BadInput: a group matches no trained weight.
@@ -90,11 +91,12 @@ def freeze_groups(model: Any, groups: Sequence[OptimizerGroup]) -> list[str]:
 
 @dataclass(frozen=True)
 class GroupFactors:
-    """What groups say of each weight: a number, or an array with one for each of its layers and the weight's axes.
+    """The effect of groups on each weight, by parameter name. A value is a number, or an array with one number per layer that
+    broadcasts to the weight.
 
-    rates: factors on the learning rate; weights without an entry have 1.
-    decays: weight decays; weights without an entry have the optimizer's.
-    partial: whether each layer moves, of the weights of which some layers are frozen.
+    rates: the factors on the learning rate; weights without an entry have 1.
+    decay_of: the weight decay of each layer, with the axes of the weight; weights without an entry have the optimizer's.
+    partial: whether each layer is trained, for weights of which some layers are frozen.
     """
 
     rates: Mapping[str, Any]
@@ -109,10 +111,12 @@ class GroupFactors:
         meanings: Mapping[str, tuple[Any, int]],
         layers: Callable[[str], list[str]],
     ) -> "GroupFactors":
-        """The factors of these weights.
+        """Computes the factors of weights.
 
         Args:
-            layers: the names of a stored weight in each of its layers.
+            layer_decay: the factor on the learning rate for each layer of distance from the head; None: none.
+            meanings: the meanings of the weights, by parameter name.
+            layers: (parameter name) -> the names of the stored weight in each of its layers.
         """
         names = {address: layers(address) for address in meanings}
         # Groups that only freeze may have left nothing to train (`freeze_groups`), which checked them.
@@ -133,7 +137,11 @@ class GroupFactors:
         return cls(rates, decays, partial)
 
     def decay(self, address: str, usual: float) -> Any:
-        """The weight decay of a weight, where without groups it would be the usual one."""
+        """Returns the weight decay of a weight.
+
+        Args:
+            usual: the weight decay without groups.
+        """
         if address not in self.decay_of:
             return usual
         each, stored, letters = self.decay_of[address]
@@ -146,7 +154,7 @@ class GroupFactors:
         return any(not isinstance(factor, float | bool) for factor in arrays)
 
     def masked(self) -> Any:
-        """The transformation that takes the gradients of frozen layers away, so that they do not count in the clipped norm."""
+        """Makes a transformation that sets the gradients of frozen layers to 0, so that they do not count in the clipped norm."""
         import jax.numpy as jnp
         import optax
 
@@ -157,7 +165,7 @@ class GroupFactors:
 
 
 def _layers_above(name: str, meaning: Any, depth: int) -> int:
-    """How many layers, the head among them, lie above a weight."""
+    """Returns the number of layers above a weight, towards the output. The head counts as a layer."""
     if match := LAYER.search(name):
         return depth - int(match[1])
     # Embeddings are looked up; a head's rows are too, but it sums over features.
@@ -166,7 +174,7 @@ def _layers_above(name: str, meaning: Any, depth: int) -> int:
 
 
 def _by_layer(each: list[Any], stored: int, letters: int) -> Any:
-    """One number, if all layers have the same, or an array of one for each layer, [L, 1, ...]."""
+    """Returns one number if it is the same for all layers, otherwise an array [L, 1, ...] of one number per layer."""
     if all(number == each[0] for number in each):
         return each[0]
     import numpy as np
@@ -179,7 +187,7 @@ def _by_layer(each: list[Any], stored: int, letters: int) -> Any:
 
 
 def in_groups(rule: Any, factors: GroupFactors) -> Any:
-    """The rule with these factors on its updates; the state is the rule's."""
+    """Multiplies the updates of a rule by these factors. The state stays that of the rule."""
     if not factors.rates and not factors.partial:
         return rule
     import jax.numpy as jnp

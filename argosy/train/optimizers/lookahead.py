@@ -2,7 +2,7 @@
 
     every k steps:   slow <- slow + α (fast - slow);   fast <- slow
 
-The state of the optimizer is kept over that, as in the paper's experiments. Evaluations use the fast weights.
+The state of the optimizer is not reset then, as in the paper's experiments. Evaluations use the fast weights.
 """
 
 from typing import Annotated, Any, NamedTuple
@@ -22,7 +22,12 @@ class LookaheadSettings(Settings):
 
 
 class LookaheadState(NamedTuple):
-    """count: number of updates. slow: the slow weights. rule: the optimizer's state."""
+    """The state of Lookahead.
+
+    count: the number of updates.
+    slow: the slow weights.
+    rule: the state of the optimizer.
+    """
 
     count: Any
     slow: Any
@@ -30,7 +35,7 @@ class LookaheadState(NamedTuple):
 
 
 def with_slow_weights(rule: Any, settings: LookaheadSettings) -> Any:
-    """The rule with slow weights; without `lookahead.every`, the rule itself."""
+    """Adds slow weights to a rule. Without `lookahead.every`, returns the rule unchanged."""
     if not settings.every:
         return rule
     import jax

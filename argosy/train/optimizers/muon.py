@@ -2,7 +2,7 @@
 
     m <- b m + (1 - b) g;   w <- w - rate (s O(b m̂ + (1 - b) ĝ) + decay w)        O: Newton-Schulz towards the nearest orthogonal matrix
 
-s is sqrt(max(1, outputs / inputs)), or what gives the update a certain root mean square.
+s is sqrt(max(1, outputs / inputs)), or with `consistent_rms` the factor that gives the update this root mean square.
 """
 
 import math
@@ -77,7 +77,7 @@ class Muon(MatrixOptimizer):
         return by_label({"matrices": matrices, "rest": words}, labels)
 
     def _sized(self, updates: Any, dimensions: Mapping[str, Any]) -> dict[str, Any]:
-        """Orthogonal updates, scaled so that one learning rate fits matrices of any shape."""
+        """Scales orthogonal updates so that one learning rate fits matrices of any shape."""
 
         def size(shape: tuple[int, ...], axes: Any) -> float:
             inputs, outputs = (math.prod(shape[i] for i in side) for side in axes)
@@ -89,8 +89,8 @@ class Muon(MatrixOptimizer):
 
 
 def muon_dimensions(meaning: Any, stored: int) -> Any:
-    """The axes of a weight as a matrix, summed letters by kept letters, separate for each layer and expert. None: not for
-    Muon."""
+    """Returns the axes of a weight that Muon takes as the rows (summed axes) and columns (kept axes) of a matrix, separately for each
+    layer and expert. Returns None if the weight is no matrix."""
     import optax
 
     view = MatrixView.of(meaning, stored)

@@ -1,10 +1,10 @@
-"""Prodigy: Adam that estimates its own learning rate from how far weights have come.
+"""Prodigy: Adam that estimates its learning rate from the distance that the weights have moved.
 
     r <- b3 r + (d / d0) d rate <g, w0 - w>;   s <- b3 s + (d / d0) d rate g;   d <- max(d, growth r / |s|_1)       over all weights
     m <- b1 m + (1 - b1) d g;   v <- b2 v + (1 - b2) d² g²;   w <- w - rate d (m / (sqrt(v) + d eps) + decay w)
 
-Mishchenko and Defazio 2023 (arXiv:2306.06101, algorithm 4). As in the authors' code, b3 is the root of b2. `learning_rate` is a factor
-on the estimate, and the schedule's shape counts as usual.
+Mishchenko and Defazio 2023 (arXiv:2306.06101, algorithm 4). As in the authors' code, b3 is the square root of b2. `learning_rate` is a
+factor on the estimate, and so is the schedule.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,15 @@ from argosy.train.schedule import Factor
 
 
 class ProdigyState(NamedTuple):
-    """count: number of updates. mu, nu: means of gradients and of squares, scaled by the estimate. gradients: s. start: the initial
-    weights. distance: d. progress: r."""
+    """The state of Prodigy.
+
+    count: the number of updates.
+    mu, nu: the means of gradients and of their squares, scaled by the estimate.
+    gradients: s of the equations.
+    start: the initial weights, w0.
+    distance: the estimate d.
+    progress: r of the equations.
+    """
 
     count: Any
     mu: Any

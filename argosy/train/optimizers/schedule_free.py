@@ -1,10 +1,10 @@
-"""Schedule-free AdamW: an average of the weights in place of a decay of the learning rate.
+"""Schedule-free AdamW: the weights are averaged instead of decaying the learning rate.
 
     v <- b2 v + (1 - b2) g²;   z <- z - rate (g / (sqrt(v̂) + eps) + decay y)          g: the gradient at y, the weights that are trained
     x <- (1 - c) x + c z;   y <- b1 x + (1 - b1) z                                   c: rate² over the sum of its squares so far
 
-Defazio et al. 2024 (arXiv:2405.15682). y is what a step reads; x, the average, is what is evaluated, sampled from and saved. x is not
-stored: it is (y - (1 - b1) z) / b1. As in the authors' code, the rate in c is the largest so far. The schedule should only warm up.
+Defazio et al. 2024 (arXiv:2405.15682). A step reads y. The average x is evaluated, sampled from and saved. x is not stored, because it
+is (y - (1 - b1) z) / b1. As in the authors' code, the rate in c is the largest so far. The schedule should only warm up.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,15 @@ from argosy.train.schedule import Factor
 
 
 class ScheduleFreeState(NamedTuple):
-    """schedule: number of updates. nu: mean of squares. z: the weights that gradients move. rate: the largest learning rate so far.
-    weight: the sum of weights of the average. b1: the setting."""
+    """The state of schedule-free AdamW.
+
+    schedule: the number of updates.
+    nu: the mean of squared gradients.
+    z: the weights that gradients move.
+    rate: the largest learning rate so far.
+    weight: the sum of the weights in the average.
+    b1: the setting `b1`.
+    """
 
     schedule: Any
     nu: Any
@@ -87,7 +94,7 @@ class ScheduleFree(Optimizer):
 
 
 def average_of(optimizer: Any, params: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The average x that an optimizer's state stands for beside its trained weights; None if it keeps no average."""
+    """Computes the average x from the trained weights and the optimizer's state. Returns None if the optimizer keeps no average."""
     import jax
 
     is_state = lambda part: isinstance(part, ScheduleFreeState)  # noqa: E731

@@ -1,12 +1,12 @@
-"""Shampoo: a matrix's gradient between the inverse fourth roots of its two preconditioners.
+"""Shampoo: the gradient of a matrix is multiplied from both sides by the inverse fourth roots of two preconditioners.
 
     L <- b2 L + (1 - b2) G Gᵀ;   R <- b2 R + (1 - b2) Gᵀ G;   M <- b1 M + (1 - b1) G
     P = L̂^-1/4 M̂ R̂^-1/4;   W <- W - rate (s P + decay W)
 
-Gupta et al. 2018 (arXiv:1802.09568); averages, grafting and refreshing the roots every few steps as in Shi et al. 2023
-(arXiv:2309.06497). s gives P the norm that AdamW's update of the matrix would have. With b2 = 1 the preconditioners are sums and with
-graft=none s is 1, as in the first paper. What differs from both: no blocks; a side longer than `largest` has no preconditioner; an
-embedding, the head, norms and biases have AdamW.
+Gupta et al. 2018 (arXiv:1802.09568). Averages, grafting, and refreshing the roots every few steps are from Shi et al. 2023
+(arXiv:2309.06497). s gives P the norm that AdamW's update of the matrix would have (grafting). With b2 = 1 the preconditioners are
+sums, and with graft=none s is 1, as in the first paper. Differences from both papers: matrices are not split into blocks; a side longer
+than `largest` has no preconditioner; embeddings, the head, norms and biases use AdamW.
 """
 
 from collections.abc import Mapping
@@ -23,8 +23,14 @@ from argosy.train.schedule import Factor
 
 
 class ShampooState(NamedTuple):
-    """count: number of updates. mu: mean of gradients. nu: mean of squares, to graft. left, right: preconditioners. left_root,
-    right_root: their inverse roots."""
+    """The state of Shampoo.
+
+    count: the number of updates.
+    mu: the mean of gradients.
+    nu: the mean of squared gradients, for grafting.
+    left, right: the preconditioners.
+    left_root, right_root: the inverse roots of the preconditioners.
+    """
 
     count: Any
     mu: Any
@@ -137,14 +143,18 @@ class Shampoo(MatrixOptimizer):
 
 
 def norm(matrices: Any) -> Any:
-    """The Frobenius norm of each matrix, [..., 1, 1]."""
+    """Computes the Frobenius norm of each matrix, [..., 1, 1]."""
     import jax.numpy as jnp
 
     return jnp.sqrt(jnp.sum(jnp.square(matrices), (-2, -1), keepdims=True))
 
 
 def matrix_power(factor: Any, power: float, eps: float) -> Any:
-    """A power of a symmetric matrix with no negative eigenvalues. eps: added to them, as a share of the largest."""
+    """Computes a power of a symmetric matrix without negative eigenvalues.
+
+    Args:
+        eps: the number that is added to the eigenvalues, as a share of the largest.
+    """
     import jax.numpy as jnp
 
     values, vectors = jnp.linalg.eigh(factor)

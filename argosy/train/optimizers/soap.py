@@ -4,9 +4,9 @@
     M <- b1 M + (1 - b1) G;   V <- b2 V + (1 - b2) (Q_Lᵀ G Q_R)²
     W <- W - rate (Q_L ((Q_Lᵀ M̂ Q_R) / (sqrt(V̂) + eps)) Q_Rᵀ + decay W)
 
-Vyas et al. 2024 (arXiv:2409.11321, algorithm 3). As in the authors' code, the first step only prepares the bases and moves no matrix, a
-gradient is projected onto bases that do not contain it yet, and V is permuted with the order of the eigenvectors. What differs: an
-embedding, the head, norms and biases have AdamW.
+Vyas et al. 2024 (arXiv:2409.11321, algorithm 3). As in the authors' code, the first step only prepares the bases and changes no matrix,
+a gradient is projected before the bases are updated with it, and V is permuted with the eigenvectors. Difference: embeddings, the head,
+norms and biases use AdamW.
 """
 
 from collections.abc import Mapping
@@ -24,8 +24,14 @@ SIDES = ("left", "right")
 
 
 class SoapState(NamedTuple):
-    """count: number of updates. mu: mean of gradients. nu: mean of squares in the eigenbases. left, right: preconditioners. left_basis,
-    right_basis: their eigenvectors."""
+    """The state of SOAP.
+
+    count: the number of updates.
+    mu: the mean of gradients.
+    nu: the mean of squared gradients in the eigenbases.
+    left, right: the preconditioners.
+    left_basis, right_basis: the eigenvectors of the preconditioners.
+    """
 
     count: Any
     mu: Any
@@ -130,21 +136,28 @@ class SOAP(MatrixOptimizer):
 
 
 def project(matrices: Any, bases: Mapping[str, Any]) -> Any:
-    """Q_Lᵀ X Q_R, for the sides that have a basis."""
+    """Projects matrices onto the bases: Q_Lᵀ X Q_R. A side without a basis is left out."""
     if "left" in bases:
         matrices = bases["left"].mT @ matrices
     return matrices @ bases["right"] if "right" in bases else matrices
 
 
 def eigenvectors(factor: Any) -> Any:
-    """The eigenvectors of a symmetric matrix as columns, those of the largest eigenvalues first."""
+    """Computes the eigenvectors of a symmetric matrix, as columns in descending order of eigenvalues."""
     import jax.numpy as jnp
 
     return jnp.linalg.eigh(factor + 1e-30 * jnp.eye(factor.shape[-1], dtype=factor.dtype))[1][..., ::-1]
 
 
 def power_iteration(factors: Mapping[str, Any], bases: Mapping[str, Any], nu: Any) -> tuple[dict[str, Any], Any]:
-    """The bases after a power iteration, with the columns in the order of their eigenvalues, and the mean of squares in that order."""
+    """Refreshes the bases by one power iteration. Returns the bases with columns in descending order of eigenvalues, and the mean of
+    squares, permuted in the same way.
+
+    Args:
+        factors: the preconditioners, by side.
+        bases: the eigenvectors, by side.
+        nu: the mean of squared gradients in these bases.
+    """
     import jax.numpy as jnp
 
     out = {}

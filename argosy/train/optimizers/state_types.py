@@ -1,13 +1,13 @@
-"""The types in which an optimizer's state is stored between steps: float32, bfloat16, or 8 bits with a scale for each block.
+"""The types in which an optimizer's state is stored between steps: float32, bfloat16, or 8 bits with one scale per block.
 
     code = nearest of 256 levels to x / scale;   scale = largest |x| of its block          Dettmers et al. 2021 (arXiv:2110.02861)
 
-The levels are the paper's dynamic tree: a run of zeros is the exponent, the bits after it a linear fraction, so that small numbers of a
-block keep one or two digits over seven orders of magnitude. Numbers that are never negative (the mean of squared gradients) have levels
-of their own. What differs from the paper: blocks run along the last axis of a weight, so that a weight that is split over devices is
-stored where it is, and a block has at most 256 numbers, as bitsandbytes has had since 0.44.
+The levels are the paper's dynamic tree. The number of leading zeros is the exponent, and the bits after them are a linear fraction. So
+small numbers of a block keep one or two digits over seven orders of magnitude. Numbers that are never negative (the mean of squared
+gradients) have other levels, all of them positive. Differences from the paper: blocks run along the last axis of a weight, so a sharded
+weight needs no communication; and a block has at most 256 numbers, as in bitsandbytes since 0.44.
 
-In the state, an array of averages {address: x} becomes `Stored(codes={address: ...}, scales={address: ...})`.
+In the state, averages {parameter name: x} become `Stored(codes={name: ...}, scales={name: ...})`.
 """
 
 import math
@@ -20,7 +20,11 @@ BLOCK, FEWEST = 256, 4096
 
 
 class Stored(NamedTuple):
-    """Averages in 8 bits: codes and the scales of their blocks, both by address."""
+    """Averages in 8 bits.
+
+    codes: the codes, by parameter name.
+    scales: the scale of each block, by parameter name.
+    """
 
     codes: Any
     scales: Any
@@ -28,7 +32,8 @@ class Stored(NamedTuple):
 
 @cache
 def levels(signed: bool) -> Any:
-    """The 256 levels between -1 and 1, or between 0 and 1, ascending: those of bitsandbytes' `create_dynamic_map`."""
+    """Returns the 256 levels of bitsandbytes' `create_dynamic_map`, ascending, between -1 and 1 if `signed`, otherwise between 0 and
+    1."""
     import numpy as np
 
     bits = 7
@@ -46,7 +51,11 @@ def levels(signed: bool) -> Any:
 
 
 def encode_state(x: Any, signed: bool) -> tuple[Any, Any]:
-    """The codes [..., n] and the scales [..., blocks] of an array."""
+    """Encodes an array [..., n] in 8 bits. Returns the codes [..., n] and the scales [..., blocks].
+
+    Args:
+        signed: whether numbers may be negative.
+    """
     import jax.numpy as jnp
 
     n = x.shape[-1]
@@ -61,7 +70,7 @@ def encode_state(x: Any, signed: bool) -> tuple[Any, Any]:
 
 
 def decode_state(codes: Any, scales: Any, signed: bool, dtype: Any) -> Any:
-    """The array that codes and scales stand for."""
+    """Decodes an array from its codes and scales."""
     import jax.numpy as jnp
 
     n = codes.shape[-1]
@@ -70,18 +79,19 @@ def decode_state(codes: Any, scales: Any, signed: bool, dtype: Any) -> Any:
 
 
 def _numbers(x: Any, meaning: Any, stored: int) -> int:
-    """The numbers of one layer, so that the layout of the layers does not decide what is stored how."""
+    """Counts the numbers of one layer of a weight. Whether a state is stored in 8 bits depends on this count, so it does not depend on
+    the layout of the layers."""
     return math.prod(x.shape[stored - len(meaning.letters) :])
 
 
 def with_state_type(kind: str, rule: Any, meanings: Mapping[str, Any], nonnegative: frozenset[str], exact: frozenset[str]) -> Any:
-    """The rule with averages of gradients stored in another type between its steps; for float32, the rule itself.
+    """Makes a rule store its averages of gradients in another type between steps. For float32, returns the rule unchanged.
 
     Args:
         kind: float32, bfloat16 or int8.
-        meanings: of the weights, whose addresses tell averages from other state.
-        nonnegative: fields of the state that are never negative.
-        exact: fields that stay as they are.
+        meanings: the meanings of the weights. Their parameter names distinguish averages from other state.
+        nonnegative: the names of fields of the state that are never negative.
+        exact: the names of fields of the state that stay as they are.
     """
     if kind == "float32":
         return rule

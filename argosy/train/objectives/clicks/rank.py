@@ -2,11 +2,11 @@
 
     -y log s(z) - (1 - y) log(1 - s(z))
 
-z the score of a user and an item, y 1 for a click. Where the data knows the probability of each click, the log loss and AUC of those
-stand beside, which no model can beat but by chance.
+z is the score of a user and an item, and y is 1 for a click. If the data contain the true probability of each click, the log loss and
+the AUC of these probabilities are also reported. No model can beat them but by chance.
 
-AUC is the share of pairs of a click and none, of one batch, in which the click has the larger score: over batches its mean is that of
-all such pairs within a batch, not of all pairs there are.
+AUC is the share of pairs of a click and a non-click in which the click has the larger score. Only pairs within a batch are counted, so
+the mean over batches is not the AUC over all pairs of the data.
 """
 
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -39,7 +39,7 @@ class Rank(Settings, Objective):
 
 
 def log_loss(scores: "Float[Array, 'B']", label: "Float[Array, 'B']") -> "WeightedMean":
-    """The mean log loss of scores that are logits."""
+    """Computes the mean log loss of scores, which are logits."""
     import jax.numpy as jnp
 
     from argosy.train.objectives.loss import WeightedMean
@@ -49,7 +49,7 @@ def log_loss(scores: "Float[Array, 'B']", label: "Float[Array, 'B']") -> "Weight
 
 
 def ranking_metrics(scores: "Float[Array, 'B']", batch: "dict[str, Array]") -> "dict[str, WeightedMean]":
-    """The AUC of scores, and AUC and log loss of the known probabilities."""
+    """Computes the AUC of scores, and the AUC and the log loss of the true probabilities of clicks."""
     import jax.numpy as jnp
 
     probability = jnp.clip(batch["probability"], 1e-7, 1 - 1e-7)
@@ -59,7 +59,11 @@ def ranking_metrics(scores: "Float[Array, 'B']", batch: "dict[str, Array]") -> "
 
 
 def auc(scores: "Float[Array, 'B']", label: "Float[Array, 'B']") -> "WeightedMean":
-    """The share of pairs of a click and none in which the click has the larger score; equal scores count half."""
+    """Computes the share of pairs of a click and a non-click in which the click has the larger score. Equal scores count half.
+
+    Args:
+        label: 1 for a click, 0 for a non-click.
+    """
     import jax.numpy as jnp
 
     from argosy.train.objectives.loss import WeightedMean

@@ -2,11 +2,12 @@
 
     -log exp(s(u, i)) / sum_j exp(s(u, j) - log n_j)        over clicks (u, i), j over the items of the batch
 
-n_j is how often an item is in the batch, so that one which is there twice counts once, and no user's own item is a negative. Yi et al.
-2019 (Sampling-bias-corrected neural modeling); here items are drawn alike, so nothing else is corrected.
+n_j is the number of times that item j is in the batch. It makes an item that is there twice count once. No user's own item is a
+negative. The correction is that of Yi et al. 2019 (Sampling-bias-corrected neural modeling). Items are drawn uniformly here, so no
+other bias is corrected.
 
-`recall@k` is the share of clicks whose item is among the k best of the batch's rows. Where the data knows the factors of users and
-items, `best_recall@k` is that of their products.
+`recall@k` is the share of clicks whose item is among the k best of the batch's rows. If the data contain the true factors of users and
+items, `best_recall@k` is the recall of their products.
 """
 
 from typing import TYPE_CHECKING, Any, ClassVar

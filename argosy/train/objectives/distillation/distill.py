@@ -1,21 +1,22 @@
-"""Distillation (Hinton et al. 2015, arXiv:1503.02531): the student's next-token distribution goes to the teacher's.
+"""Distillation (Hinton et al. 2015, arXiv:1503.02531): the student learns the teacher's next-token distribution.
 
     (1 - c) T^2 D(teacher, student) + c cross-entropy(labels) [+ w H(teacher, student)] [+ sum of a R(teacher, student)]
 
-D is a divergence at temperature T (`ops.divergence`), c the setting `cross_entropy`. The factor T^2 is that of Hinton et al.
-(arXiv:1503.02531, section 2): gradients of soft targets shrink as 1/T^2, so that without it c would mean something else at every
-temperature. DistilBERT (arXiv:1910.01108) has it too; TRL's GKDTrainer and torchtune have not. At T = 1 it makes no difference.
+D is a divergence at temperature T (`ops.divergence`), and c is the setting `cross_entropy`. The factor T^2 is from Hinton et al.
+(section 2): gradients of soft targets shrink as 1/T^2, so without the factor the meaning of c would depend on the temperature.
+DistilBERT (arXiv:1910.01108) has the factor too; TRL's GKDTrainer and torchtune do not. At T = 1 it makes no difference.
 
-H, if asked for, is over the last hidden states, the input of the head, or over the outputs of pairs of layers, of which it is the mean:
-1 - cosine, as DistilBERT has it, or the mean squared difference over features, as TinyBERT has it (arXiv:1909.10351, equation 8, there
-summed over layers). Where widths differ, the student's go through a learned projection first (`train.projection`).
+H is an optional term that compares hidden states: the input of the head, or the outputs of pairs of layers, averaged over pairs. It is
+1 - cosine, as in DistilBERT, or the mean squared difference over features, as in TinyBERT (arXiv:1909.10351, equation 8, which sums
+over layers). If the widths differ, the student's hidden states go through a learned projection first
+(`train.objectives.distillation.projection`).
 
-R, if asked for, is the divergence of relations within layers (`ops.relations`), of the last layers (MiniLM, arXiv:2002.10957) or of
-pairs of layers, of which it is the mean. It counts at the tokens whose targets count.
+R is an optional term that compares relations of tokens within layers by their divergence (`ops.relations`). The layers are the last
+ones (MiniLM, arXiv:2002.10957), or pairs of layers, averaged over pairs. R counts at the tokens whose targets count.
 
 Differences from TRL's GKDTrainer (1.9): sums over targets are divided by the weight of the whole batch, as TRL does where it knows the
-number of items; its `batchmean` is the mean over the targets of a micro-batch. Its beta of 0 and 1 are `forward` and `reverse`; between
-them the mixture is the same. Its cached top-k is for servers alone, and its tail 1 minus the sum of the others.
+number of items; TRL's `batchmean` is the mean over the targets of a micro-batch. TRL's beta of 0 and 1 are `forward` and `reverse`
+here; between them the mixture is the same. TRL caches the top k tokens only for servers, with a tail of 1 minus the sum of the others.
 """
 
 import math

@@ -1,9 +1,10 @@
-"""Comparison of a student's distributions with a teacher's, at every target that counts.
+"""Compares a student's distributions with a teacher's, at every target that counts.
 
-A teacher's vocabulary may be padded further than the student's or less far. What the student lacks is left out of the teacher's
-distribution; what the teacher lacks has probability 0 there, so that the student unlearns ids that stand for no token.
+The vocabularies of teacher and student may be padded to different sizes. Ids that the student lacks are left out of the teacher's
+distribution. Ids that the teacher lacks have probability 0 in it, so the student unlearns ids that stand for no token.
 
-The logits of both are the largest arrays of the step: each exists once, or some rows at a time (`head`).
+The logits of both models are the largest arrays of the step. Either all of them exist at once, or only those of some rows at a time
+(the setting `head`).
 """
 
 import math
@@ -32,12 +33,13 @@ CACHED: Fields = {
     "teacher_logps": Field("B T k", np.float32),
     "teacher_rest": Field("B T", np.float32),
 }
-# Terms of each target: the divergence, KL(teacher || student), the loss of the label, and whether both have the same likeliest token.
+# The terms of each target by name: the divergence, KL(teacher || student), the cross-entropy of the label, and whether the likeliest
+# tokens of student and teacher agree.
 TargetTerms = dict[str, Float[Array, "*R"]]
 
 
 def distillation_loss(settings: DivergenceObjective, models: Models, batch: dict[str, Array]) -> Loss:
-    """The loss of a batch (`train.objectives.distillation.distill` has the equation)."""
+    """Computes the loss of a batch. The equation is in `train.objectives.distillation.distill`."""
     model, terms, share = models["model"], settings.layer_terms, settings.label_share
     x, student, aux = layer_states(terms, model, batch)
     teacher = []
@@ -67,16 +69,16 @@ def distillation_loss(settings: DivergenceObjective, models: Models, batch: dict
 def _compared(
     settings: DivergenceObjective, models: Models, x: Float[Array, "B T D"], batch: dict[str, Array], teacher_outputs: list[Array]
 ) -> TargetTerms:
-    """The terms of each target, [B T] each.
+    """Computes the terms of each target, [B T] each.
 
     Args:
         x: the input of the student's head.
-        teacher_outputs: the input of the teacher's head, or its cached tokens.
+        teacher_outputs: the input of the teacher's head, or the arrays of its cached likeliest tokens (`CACHED`).
     """
     model, teacher_model, targets = models["model"], models.get(ROLE), batch["targets"]
 
     def of_rows(x: Array, targets: Array, *teacher_outputs: Array) -> TargetTerms:
-        """Rows [R ...] to [R]."""
+        """Computes the terms of rows [R ...], each [R]."""
         rows = [a[:, None] for a in (x, *teacher_outputs)] if teacher_model is not None else [x[:, None]]
         student = model.unembed(rows[0])[:, 0]
         if teacher_model is None:
@@ -96,7 +98,7 @@ def _compared(
 
 
 def in_chunks(settings: DivergenceObjective, models: Models, targets: int) -> bool:
-    """Whether logits exist only some rows at a time."""
+    """Whether only the logits of some rows exist at a time."""
     if settings.head != "auto":
         return settings.head == "chunks"
     wide_as = sum(model.config.vocab for model in models.values())
@@ -106,27 +108,33 @@ def in_chunks(settings: DivergenceObjective, models: Models, targets: int) -> bo
 def of_logits(
     settings: DivergenceObjective, student: Float[Array, "*R V"], teacher: Float[Array, "*R U"], targets: Int[Array, "*R"]
 ) -> TargetTerms:
-    """Compares with a teacher's logits."""
+    """Computes the terms of targets from the logits of student and teacher."""
     teacher = resize_vocab(teacher, student.shape[-1])
     logps, teacher_logps = log_probs(student, settings.temperature), log_probs(teacher, settings.temperature)
     return _divergence_terms(settings, logps, teacher_logps) | _of_labels(student, targets, jnp.argmax(teacher, -1))
 
 
 def _of_top(settings: DivergenceObjective, student: Float[Array, "*R V"], targets: Int[Array, "*R"], top: Top) -> TargetTerms:
-    """Compares with a teacher's likeliest tokens, which are at the temperature."""
+    """Computes the terms of targets from the student's logits and the teacher's likeliest tokens. The teacher's log-probabilities must
+    be at the temperature of the settings."""
     logps = coarse(student, top.ids, settings.temperature)
     return _divergence_terms(settings, logps, top.outcomes) | _of_labels(student, targets, top.ids[..., 0])
 
 
 def _divergence_terms(settings: DivergenceObjective, student: Array, teacher: Array) -> TargetTerms:
-    """The divergence of two distributions, from log-probabilities of the same outcomes."""
+    """Computes the divergence of two distributions, and KL(teacher || student), from log-probabilities of the same outcomes."""
     kl = forward(student, teacher)
     same = settings.divergence == "forward"
     return {"divergence": kl if same else DIVERGENCES[settings.divergence](student, teacher, settings.beta), "kl": kl}
 
 
 def _of_labels(student: Float[Array, "*R V"], targets: Int[Array, "*R"], likeliest: Int[Array, "*R"]) -> TargetTerms:
-    """The loss of the labels, and whether the student's likeliest token is this one."""
+    """Computes the cross-entropy of the labels, and whether the student's likeliest token is the teacher's.
+
+    Args:
+        targets: the labels.
+        likeliest: the teacher's likeliest token.
+    """
     logits = wide(student)
     nll = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
     return {"cross_entropy": nll, "agreement": (jnp.argmax(logits, -1) == likeliest).astype(jnp.float32)}

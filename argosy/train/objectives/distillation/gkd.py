@@ -2,8 +2,8 @@
 
     mean over the tokens of completions of T^2 D(teacher, student)
 
-The student samples completions to prompts; D is a divergence at temperature T (`train.objectives.distillation.distributions`). No
-gradient flows through sampling. Differences from the paper: none; its lambda is `own`.
+The student samples completions of prompts. D is a divergence at temperature T (`train.objectives.distillation.distributions`). No
+gradient flows through sampling. Differences from the paper: none. The paper's lambda is the setting `student_fraction`.
 """
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal

@@ -1,7 +1,7 @@
 """Universal logit distillation on the student's own completions, after TRL's GOLD (general online logit distillation).
 
-The loss is that of `train.objectives.distillation.uld`, over completions that the student samples.
-Differences from TRL 1.16: those of `uld`; the labels' cross-entropy applies to given completions alone.
+The loss is that of `train.objectives.distillation.uld`, over completions that the student samples. Differences from TRL 1.16: those of
+`uld`; and the cross-entropy of labels applies only to completions of the data.
 """
 
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal

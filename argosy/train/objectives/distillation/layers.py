@@ -1,4 +1,4 @@
-"""Comparisons of layers: hidden states, and relations of tokens within a layer (`ops.relations`)."""
+"""Compares layers of student and teacher: their hidden states, and relations of tokens within a layer (`ops.relations`)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from argosy.train.objectives.distillation.teacher import LayerTerms
 
 
 def _cosine(student: Float[Array, "B T D"], teacher: Float[Array, "B T D"]) -> Float[Array, "B T"]:
-    """1 - the cosine of hidden states; 1, with a finite gradient, where one is 0."""
+    """Computes 1 - the cosine of hidden states. It is 1, with a finite gradient, where one of the vectors is 0."""
     squares = (jnp.sum(each * each, -1) for each in (student, teacher))
     inverse, inverse_teacher = (jax.lax.rsqrt(jnp.where(square > 0, square, 1.0)) for square in squares)
     return 1 - jnp.sum(student * teacher, -1) * inverse * inverse_teacher
@@ -38,7 +38,11 @@ LayerArrays = dict[str, Array]
 def relation_terms(
     terms: LayerTerms, student: list[LayerArrays], teacher: list[LayerArrays], segments: Int[Array, "B T"]
 ) -> dict[str, Float[Array, "B T"]]:
-    """The distance between relations within layers, by kind."""
+    """Computes the distance between the relations of student and teacher at each token, by kind of relation.
+
+    Args:
+        student, teacher: the outputs of each layer that relations need.
+    """
     out: dict[str, Array] = {}
     for name in terms.relations:
         each = []
@@ -56,18 +60,20 @@ def hidden_term(
     teacher: list[LayerArrays],
     last: tuple[Array, Array],
 ) -> Float[Array, "B T"]:
-    """The distance between hidden states.
+    """Computes the distance between hidden states at each token.
 
     Args:
-        project: maps the student's width to the teacher's.
-        last: the inputs of both heads.
+        project: maps hidden states of the student to the width of the teacher.
+        student, teacher: the outputs of each layer.
+        last: the inputs of the heads of student and teacher.
     """
     pairs = [(student[a][OUTPUT], teacher[b][OUTPUT]) for a, b in terms.layers.items()] or [last]
     return _mean_of([HIDDEN[terms.hidden](wide(project(a)), wide(b)) for a, b in pairs])
 
 
 def relation_sides(arrays: LayerArrays, name: str) -> Sides:
-    """The two sides of a relation in a layer. Where they meet queries, keys that several of them share are repeated."""
+    """Returns the two arrays of heads that a relation compares in a layer, such as queries and keys. Keys that several queries share
+    are repeated, so that both arrays have the same number of heads."""
     x, y = (arrays[side] for side in SIDES[name])
     return (x, y) if x.shape[2] == y.shape[2] else (x, jnp.repeat(y, x.shape[2] // y.shape[2], 2))
 
@@ -79,7 +85,8 @@ def _mean_of(each: list[Float[Array, "B T"]]) -> Float[Array, "B T"]:
 def layer_states(
     terms: LayerTerms, model: Any, batch: dict[str, Array]
 ) -> tuple[Float[Array, "B T D"], list[LayerArrays], Any]:
-    """The input of a model's head, what its layers tell as far as it is wanted, and the aux outputs."""
+    """Runs a model. Returns the input of its head, the outputs of each layer that the comparisons need (empty if none), and the aux
+    outputs."""
     attend, outputs, heads = Packed(batch["segments"]), terms.hidden != "none" and bool(terms.layers), bool(terms.relations)
     if not outputs and not heads:
         x, _, aux = model.hidden(batch["tokens"], attend)

@@ -1,7 +1,7 @@
-"""The projection of distillation: from the student's hidden states to the teacher's, where they differ in width.
+"""The projection of distillation, which maps the student's hidden states to the width of the teacher's where the widths differ.
 
-One matrix for all pairs of layers, without bias, trained with the student (TinyBERT, arXiv:1909.10351, equation 8). It stands beside
-the student (`train.beside`): checkpoints have it, what is loaded or exported does not.
+It is one matrix without bias for all pairs of layers, trained with the student (TinyBERT, arXiv:1909.10351, equation 8). It is an
+auxiliary module (`train.beside`): checkpoints of the run contain it, loaded or exported models do not.
 """
 
 from typing import Any
@@ -13,10 +13,11 @@ from argosy.train.objectives.distillation.teacher import ROLE
 
 
 def attach(model: Any, objective: Any, roles: Any) -> None:
-    """Gives a student's module the projection that its objective needs, without its weights; nothing where it needs none.
+    """Adds the projection to a student's module, which is changed in place, if the objective needs one and the widths differ. The
+    weights of the projection are not initialized.
 
     Args:
-        roles: the frozen models by role (`run.frozen.role.Role`), the teacher among them.
+        roles: the frozen models by role (`run.frozen.role.Role`); one of them is the teacher.
     """
     if PROJECTION not in objective.trained_parts:
         return

@@ -1,4 +1,5 @@
-"""What every objective with a teacher has, without jax: how its distributions are compared with the student's."""
+"""Shared settings of objectives with a teacher: how the teacher's distributions are compared with the student's. This file imports no
+jax."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,13 +15,14 @@ ROLE = "teacher"
 
 @dataclass(frozen=True)
 class LayerTerms:
-    """Comparisons of layers, beside that of distributions. By default there are none.
+    """Comparisons of layers, in addition to the comparison of distributions. By default there are none.
 
     hidden: how hidden states are compared.
-    hidden_weight: their weight in the loss.
-    layers: {layer of the student: layer of the teacher}; none: the last hidden states, and the relations of the last layers.
-    relations: the weight of each kind of relation.
-    relation_heads: relations of each kind that a layer has; None: as many as the student has heads.
+    hidden_weight: the weight of this comparison in the loss.
+    layers: the pairs {layer of the student: layer of the teacher} to compare. If empty, the inputs of the heads and the relations of
+        the last layers are compared.
+    relations: the weight of each kind of relation in the loss.
+    relation_heads: the number of heads into which each kind of relation is split; None: the student's number of heads.
     """
 
     hidden: Literal["none", "cosine", "mse"] = "none"

@@ -1,22 +1,23 @@
-"""Universal logit distillation: a teacher with another tokenizer, whose tokens are not the student's (arXiv:2402.12030, equation 6).
+"""Universal logit distillation from a teacher with another tokenizer (arXiv:2402.12030, equation 6).
 
     c cross-entropy(labels) + w W(teacher, student)
 
-W compares sorted probabilities (`ops.sorted_distance`) where tokens of both end at the same byte (`data.distillation.across`). In a
-group of several tokens, the distribution over the last one is multiplied by the probabilities of the earlier ones, as they are in the
-text: by the chain rule these are joint probabilities of the text so far and the last token. TRL calls this `bayesian` (GOLD,
-`uld_token_merge_strategy`). Both sums are divided by the number of targets.
+W compares sorted probabilities (`ops.sorted_distance`) where tokens of teacher and student end at the same byte
+(`data.distillation.across`). The tokens between two such bytes are a group. In a group of several tokens, the distribution over the
+last token is multiplied by the probabilities of the earlier tokens of the text. By the chain rule these products are joint
+probabilities. TRL calls this `bayesian` (GOLD, `uld_token_merge_strategy`). Both sums are divided by the number of targets.
 
-With `hybrid` tokens that both vocabularies have (`data.tokenizers.matched`) are compared as themselves, and the others sorted:
+With `hybrid`, tokens that both vocabularies have (`data.tokenizers.matched`) are compared one to one, and all others sorted:
 
     W = m D(teacher, student over the tokens of both) + (1 - m) sorted distance of the others
 
 D is the divergence of GKD with `beta`, over probabilities that sum to less than 1; each is at least 1e-8. m is the setting `matched`.
 
-Differences from the paper: it compares the i-th token of one answer with the i-th of the other, wherever they are in the text. From
-TRL's GOLD (1.16): sums over groups are divided by the targets of the batch, not by the groups of each answer; the ends of answers are
-compared too, as `uld_skip_student_eos=False` does there. There tokens match by their names in the vocabulary, so that none with a space
-matches between SentencePiece and byte-level BPE; and where one side has no others, those of the other side count for nothing.
+Difference from the paper: the paper compares the i-th token of one answer with the i-th token of the other, wherever they are in the
+text. Differences from TRL's GOLD (1.16): sums over groups are divided by the targets of the batch, not by the groups of each answer.
+The ends of answers are compared too, as with TRL's `uld_skip_student_eos=False`. TRL matches tokens by their names in the vocabulary,
+so no token with a space matches between SentencePiece and byte-level BPE. If all tokens of one side are matched, TRL ignores the
+unmatched tokens of the other side.
 """
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -90,7 +91,7 @@ class ULD(TeacherObjective):
 
 
 def uld(settings: ULD, models: "Models", batch: "dict[str, Array]") -> "Loss":
-    """The loss of a batch."""
+    """Computes the loss of a batch."""
     import jax
     import jax.numpy as jnp
 
@@ -130,7 +131,13 @@ def uld(settings: ULD, models: "Models", batch: "dict[str, Array]") -> "Loss":
 def _of_group(
     values: "Float[Array, 'B U']", group: "Int[Array, 'B U']", target_group: "Int[Array, 'B T']"
 ) -> "Float[Array, 'B T']":
-    """For each wanted group of a row, the sum of the values in it. Groups are numbered from 1; there are at most T."""
+    """Sums values over groups.
+
+    Args:
+        values: the value of each token.
+        group: the number of each token's group, from 1; at most T.
+        target_group: the group whose sum is returned at each target.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -140,7 +147,7 @@ def _of_group(
 
 
 def _earlier_logps(logps: "Float[Array, 'B T']", group: "Int[Array, 'B T']", last: "Array") -> "Float[Array, 'B T']":
-    """At the last target of each group, the log-probability of its earlier ones."""
+    """Computes, at the last target of each group, the sum of the log-probabilities of the group's earlier targets."""
     import jax.numpy as jnp
 
     return _of_group(jnp.where(last, 0.0, logps), group, group)
@@ -154,8 +161,12 @@ def _distances(
     before: "Float[Array, 'B T']",
     teacher_before: "Float[Array, 'B T']",
 ) -> "dict[str, Float[Array, 'B T']]":
-    """The distance at each target, of distributions times the probabilities of what came before in their groups: `uld`, and with
-    `hybrid` what it is made of."""
+    """Computes the distance at each target: `uld`, and with `hybrid` also its terms.
+
+    Args:
+        x, y: the inputs of the heads of student and teacher at each target.
+        before, teacher_before: the log-probability of the earlier tokens of the group, by which the distributions are multiplied.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -176,7 +187,12 @@ def _distances(
 
 
 def hybrid(settings: ULD, p: "Float[Array, 'R V']", q: "Float[Array, 'R U']", matched: "Matched") -> "dict[str, Float[Array, 'R']]":
-    """The distance that compares tokens of both vocabularies as themselves."""
+    """Computes the hybrid distance, which compares tokens of both vocabularies one to one and all others sorted.
+
+    Args:
+        p, q: the probabilities of student and teacher.
+        matched: the tokens that both vocabularies have.
+    """
     import jax.numpy as jnp
     import numpy as np
 

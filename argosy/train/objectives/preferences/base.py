@@ -1,7 +1,7 @@
-"""The settings that objectives over sequences share, without jax.
+"""The shared settings of objectives over sequences, without jax.
 
-Their data are sequences of a prompt and a completion, of which only the completion counts (`data.chat.conversations`). A preference
-pair is two rows of a batch, which are never split.
+A sequence is a prompt with a completion, of which only the completion counts (`data.chat.conversations`). A preference pair is two rows
+of a batch, which are never separated.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,11 @@ PAIRS = Needs(rows_per_group=2, formats=("preference",))
 
 
 def sequence_fields(*names: str) -> "Fields":
-    """The arrays of a batch of sequences, with these numbers of each sequence."""
+    """Returns the fields of a batch of sequences, by name, with further fields of one number per sequence.
+
+    Args:
+        names: the names of the further fields.
+    """
     from argosy.train.objectives.preferences.sequences import FIELDS, PER_SEQUENCE
 
     return {**FIELDS, **dict.fromkeys(names, PER_SEQUENCE)}

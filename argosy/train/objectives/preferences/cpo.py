@@ -2,12 +2,12 @@
 
     -log s(beta (log p(w) - log p(l)))  -  sft log p(w) / |w|
 
-w the chosen, l the rejected answer, |y| its number of tokens, s the logistic function. The second term stands for the reference,
-which the paper shows to be bounded by it.
+w is the chosen answer, l the rejected one, |y| the number of tokens of an answer, and s the logistic function. The second term takes
+the place of the reference.
 
-Differences from the paper: the second term is divided by the number of tokens, as in the authors' code; the paper writes the sum.
-From TRL 1.16 (CPOTrainer): that term counts the completion alone and is the mean over each answer's tokens, then over pairs; TRL
-counts the prompt's tokens too, and takes the mean over all tokens of a micro-batch.
+Difference from the paper: the second term is divided by the number of tokens, as in the authors' code; the paper writes the sum.
+Difference from TRL 1.16 (CPOTrainer): the second term counts only the tokens of the completion, and is the mean over each answer's
+tokens, then over pairs. TRL counts the prompt's tokens too, and takes the mean over all tokens of a micro-batch.
 """
 
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,7 +39,7 @@ class CPO(PairObjective):
 
 
 def cpo(settings: CPO, logps: "SequenceLogps", live: "Float[Array, 'B s']") -> "Loss":
-    """The loss of a batch from the log-probabilities of its sequences."""
+    """Computes the loss of a batch from the log-probabilities of its sequences."""
     import jax
 
     from argosy.train.objectives.loss import Loss

@@ -16,11 +16,11 @@ With w the chosen and l the rejected answer, r(y) = log p(y) - log p_ref(y) the 
     apo_down       s(beta r(w)) + 1 - s(beta d)                      the same, equation 8: chosen answers are worse than those
     sft            -log p(w) / |w|                                   Pang et al. 2024 (RPO), arXiv:2404.19733, equation 2
 
-Differences from the papers: `ipo` divides by the number of tokens, as its authors confirmed to TRL, because squared sums grow with
+Difference from the papers: `ipo` divides by the number of tokens, as its authors confirmed to TRL, because squared sums grow with
 length.
 Differences from TRL 1.16: `sft` is the mean over each answer's tokens, then over pairs; TRL takes the mean over all tokens of a
-micro-batch, which changes with accumulation. A wrong-label probability belongs to the losses that read it; TRL's `sigmoid` once
-read it silently. The end-of-sequence token counts in both.
+micro-batch, which changes with accumulation. e, the probability of a wrong label, may only be set for losses that use it; TRL's
+`sigmoid` once used it silently. The end-of-sequence token counts in both.
 """
 
 from collections.abc import Callable, Mapping
@@ -94,7 +94,11 @@ class DPO(ReferenceObjective):
 
 
 class LogRatios(NamedTuple):
-    """Pairs, with the log-ratios of model and reference of both completions."""
+    """The log-ratios of preference pairs.
+
+    pairs: the pairs, with log-probabilities under the model.
+    chosen, rejected: the log-ratio of the model to the reference for both completions.
+    """
 
     pairs: "Pairs"
     chosen: "Each"
@@ -106,7 +110,7 @@ class LogRatios(NamedTuple):
 
     @property
     def margin_of_means(self) -> "Each":
-        """The same, each log-ratio divided by its number of tokens."""
+        """The margin (chosen minus rejected) of log-ratios that are divided by their numbers of tokens."""
         import jax.numpy as jnp
 
         chosen, rejected = self.pairs.chosen, self.pairs.rejected
@@ -172,7 +176,11 @@ LOSSES: "Mapping[str, Callable[[LogRatios, DPO], Each]]" = {
 
 
 def dpo(settings: DPO, logps: "SequenceLogps", reference: "Float[Array, 'B s']", live: "Float[Array, 'B s']") -> "Loss":
-    """The loss of a batch from the log-probabilities of its sequences by the model and by the reference."""
+    """Computes the loss of a batch from the log-probabilities of its sequences under the model and under the reference.
+
+    Args:
+        live: 1 where a slot holds a sequence.
+    """
     import jax.numpy as jnp
 
     from argosy.train.objectives.loss import Loss

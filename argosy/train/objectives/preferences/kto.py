@@ -3,16 +3,17 @@
     r(x, y) = log p(y | x) - log p_ref(y | x)        z = max(0, mean over the batch of r(x, y'))
     good answers: lambda_D (1 - s(beta (r - z)))     bad answers: lambda_U (1 - s(beta (z - r)))
 
-y' is the answer to another prompt of the data (section 4.1: mismatched outputs), s the logistic function; no gradient flows through z,
-which estimates the divergence of the model from the reference.
+y' is the answer to another prompt of the data (section 4.1: mismatched outputs), and s is the logistic function. z estimates the
+divergence of the model from the reference; no gradient flows through it.
 
-A group of rows is an example and its prompt with the other answer, which is chosen when the data is read: so the reference's
-log-probabilities of both can be computed once. z is the mean over the whole batch of an update, however it is split.
+A group of rows has two rows: an example, and its prompt with the answer to another prompt. That answer is chosen when the data are
+read, so the reference's log-probabilities of both can be computed once. z is the mean over the whole batch of an update, however the
+batch is split.
 
 Differences from the paper: y' is the answer to the next prompt of the data, not of the micro-batch, and z is over the whole batch.
-From TRL 1.16 (KTOTrainer): its z is over a micro-batch, so accumulation changes its loss, and it needs rows in the order of the
-file; neither holds here. A record whose neighbor has the same prompt gets the next answer to another prompt, where TRL takes a
-matched answer for a mismatched one.
+Differences from TRL 1.16 (KTOTrainer): TRL's z is over a micro-batch, so accumulation changes its loss, and TRL needs rows in the order
+of the file. Neither holds here. A record whose neighbor has the same prompt gets the next answer to another prompt; TRL uses a matched
+answer there as if it were mismatched.
 """
 
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -49,11 +50,11 @@ class KTO(ReferenceObjective):
         return sequence_fields("desirable", *(("reference",) if self.reference == "cached" else ()))
 
     def batch_means(self, models: "Models", batch: "dict[str, Array]", key: Any) -> "dict[str, WeightedMean]":
-        """The divergence of the model from the reference, which every example of a batch shares."""
+        """Computes the divergence of the model from the reference, which all examples of a batch share."""
         return divergence(self, models, batch)
 
     def __call__(self, models: "Models", batch: "dict[str, Array]", key: Any) -> "Loss":
-        """Computes the loss. A batch that is part of a larger one brings the larger one's `divergence`."""
+        """Computes the loss. A micro-batch must hold the `divergence` of the whole batch (`batch_means`)."""
         import jax.numpy as jnp
 
         from argosy.train.objectives.preferences.sequences import reference_logps, sequences
@@ -67,7 +68,7 @@ class KTO(ReferenceObjective):
 
 
 def divergence(settings: KTO, models: "Models", batch: "dict[str, Array]") -> "dict[str, WeightedMean]":
-    """The mean log-ratio of mismatched answers, before the maximum with 0. No gradient."""
+    """Computes the mean log-ratio of mismatched answers, before the maximum with 0. It has no gradient."""
     import jax
 
     from argosy.train.objectives.preferences.sequences import reference_logps, sequences
@@ -86,9 +87,11 @@ def kto(
     desirable: "Float[Array, 'P s']",
     live: "Float[Array, 'P s']",
 ) -> "Loss":
-    """The loss of labeled answers.
+    """Computes the loss of labeled answers.
 
     Args:
+        logps: log-probabilities of the answers under the model.
+        reference: log-probabilities of the answers under the reference.
         divergence: the mean log-ratio of mismatched answers.
         desirable: 1 for good answers, 0 for bad ones.
     """
@@ -119,7 +122,7 @@ def kto(
 
 
 def _rows(batch: "dict[str, Array]", place: int) -> "dict[str, Array]":
-    """The rows at one place of every group."""
+    """Selects one row of every group: the example (0), or the prompt with the other answer (1)."""
     return {name: a[place::2] for name, a in batch.items() if a.ndim}
 
 

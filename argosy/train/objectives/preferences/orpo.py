@@ -2,12 +2,12 @@
 
     -log p(w)/|w|  -  beta log s(log odds(w) - log odds(l))        odds(y) = P(y) / (1 - P(y)),  P(y) = exp(log p(y) / |y|)
 
-w the chosen, l the rejected answer, |y| its number of tokens, s the logistic function. The first term is fine-tuning on the chosen
-answers, so ORPO starts from a base model.
+w is the chosen answer, l the rejected one, |y| the number of tokens of an answer, and s the logistic function. The first term is
+fine-tuning on the chosen answers, so ORPO starts from a base model.
 
-Differences from the paper: none. From TRL 1.16 (ORPOTrainer): the first term counts the completion alone, as the paper does, and is
-the mean over each answer's tokens, then over pairs; TRL counts the prompt's tokens too, and takes the mean over all tokens of a
-micro-batch.
+Differences from the paper: none. Difference from TRL 1.16 (ORPOTrainer): the first term counts only the tokens of the completion, as in
+the paper, and is the mean over each answer's tokens, then over pairs. TRL counts the prompt's tokens too, and takes the mean over all
+tokens of a micro-batch.
 """
 
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,7 +40,8 @@ class ORPO(PairObjective):
 
 
 def log_odds(logp: "Float[Array, 'P s']") -> "Float[Array, 'P s']":
-    """log(P / (1 - P)) from log P. expm1 near 0, where 1 - exp loses every digit, and log1p elsewhere, where expm1 is near -1."""
+    """Computes log(P / (1 - P)) from log P. It uses expm1 where log P is near 0, because 1 - exp loses every digit there, and log1p
+    elsewhere, where expm1 is near -1."""
     import jax.numpy as jnp
 
     logp = jnp.minimum(logp, CERTAIN)
@@ -50,7 +51,7 @@ def log_odds(logp: "Float[Array, 'P s']") -> "Float[Array, 'P s']":
 
 
 def orpo(settings: ORPO, logps: "SequenceLogps", live: "Float[Array, 'B s']") -> "Loss":
-    """The loss of a batch from the log-probabilities of its sequences."""
+    """Computes the loss of a batch from the log-probabilities of its sequences."""
     import jax
 
     from argosy.train.objectives.loss import Loss

@@ -2,10 +2,11 @@
 
     -y log s(r) - (1 - y) log(1 - s(r))        at the last token of each step
 
-r the score of the step's last token, y 1 for a right step and 0 for a wrong one, s the logistic function; the mean over all steps.
+r is the score of the step's last token, y is 1 for a right step and 0 for a wrong one, and s is the logistic function. The loss is the
+mean over all steps.
 
-Differences from the paper: the label is right or wrong, without a neutral one, and is read by a head of one score instead of being
-predicted as a token. From TRL's PRMTrainer: one score where it has two, whose difference is this one.
+Differences from the paper: a label is right or wrong, never neutral, and a head of one score predicts it instead of a token. Difference
+from TRL's PRMTrainer: there is one score instead of two; it corresponds to the difference of TRL's two scores.
 """
 
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -32,7 +33,8 @@ class ProcessReward(Settings, Objective):
         return {**sequence_fields(), "right": PER_TOKEN}
 
     def __call__(self, models: "Models", batch: "dict[str, Array]", key: Any) -> "Loss":
-        """Computes the loss. Mask and labels are aligned with targets, one place before the token that they belong to."""
+        """Computes the loss. Mask and labels are aligned with targets, so they stand one position before the token that they belong
+        to."""
         import jax.numpy as jnp
 
         from argosy.train.objectives.preferences.sequences import scores
@@ -45,7 +47,7 @@ class ProcessReward(Settings, Objective):
 
 
 def step_loss(scores: "Float[Array, 'B T']", right: "Float[Array, 'B T']", mask: "Float[Array, 'B T']") -> "Loss":
-    """The loss from the scores of steps.
+    """Computes the loss from the scores of steps.
 
     Args:
         mask: 1 at the last token of each step.

@@ -2,12 +2,12 @@
 
     -log s(r(w) - r(l) - m)  +  center (r(w) + r(l))^2
 
-r the score at the last token of a sequence, w the chosen and l the rejected answer, s the logistic function. m is the margin of a pair
-by which it is to be preferred (Touvron et al. 2023, arXiv:2307.09288, equation 2); 0 where the data has none. The second term keeps
-scores near 0 (Eisenstein et al. 2023, arXiv:2312.09244), since the first fixes only their difference.
+r is the score at the last token of a sequence, w the chosen answer, l the rejected one, and s the logistic function. m is the margin by
+which the chosen answer is better (Touvron et al. 2023, arXiv:2307.09288, equation 2); it is 0 where the data have none. The second term
+keeps scores near 0 (Eisenstein et al. 2023, arXiv:2312.09244), since the first fixes only their difference.
 
-Differences from the papers: none; the second term is 0 in the first paper, which shifts scores afterwards.
-From TRL 1.16 (RewardTrainer): `center` is 0.01 by default, which TRL recommends and leaves off.
+Differences from the papers: none. The first paper has no second term, and shifts scores afterwards. Difference from TRL 1.16
+(RewardTrainer): the default of `center` is 0.01, which TRL recommends but leaves off.
 """
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -54,11 +54,12 @@ def bradley_terry(
     live: "Float[Array, 'B s']",
     tie: float = 1e-5,
 ) -> "Loss":
-    """The loss of a batch from the scores of its sequences.
+    """Computes the loss of a batch from the scores of its sequences.
 
     Args:
-        margin: of a pair, in both of its rows.
-        tie: the share of their size by which rounding may move scores.
+        margin: the margin of each pair, in both of its rows.
+        live: 1 where a slot holds a sequence.
+        tie: the relative rounding error of scores.
     """
     import jax
     import jax.numpy as jnp

@@ -2,10 +2,9 @@
 
     -log s(beta/|w| log p(w) - beta/|l| log p(l) - gamma)
 
-w the chosen, l the rejected answer, |y| its number of tokens, s the logistic function.
+w is the chosen answer, l the rejected one, |y| the number of tokens of an answer, and s the logistic function.
 
-Differences from the paper: none. From TRL 1.16 (CPOTrainer, loss_type="simpo"): none in the loss with cpo_alpha=0; its gamma is
-this one.
+Differences from the paper: none. Differences from TRL 1.16 (CPOTrainer, loss_type="simpo") with cpo_alpha=0: none; gamma is the same.
 """
 
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,7 +39,7 @@ class SimPO(PairObjective):
 
 
 def simpo(settings: SimPO, logps: "SequenceLogps", live: "Float[Array, 'B s']") -> "Loss":
-    """The loss of a batch from the log-probabilities of its sequences."""
+    """Computes the loss of a batch from the log-probabilities of its sequences."""
     import jax
 
     from argosy.train.objectives.loss import Loss

@@ -1,5 +1,7 @@
-"""What objectives over whole texts read of a batch: tokens and segments [B T], and for each slot of a row whether it holds a text
-(`live`), where the second text of a pair begins (`second`, 0 without one), and its label."""
+"""Reads scores and vectors of texts from a batch, for objectives over whole texts.
+
+A batch has tokens and segments [B T]. For each slot of a row it has `live`, whether the slot holds a text; `second`, the position at
+which the second text of a pair begins (0 without one); and the label."""
 
 from typing import Any
 
@@ -21,27 +23,31 @@ LABELS = Field("B s z", np.float32, "row")
 
 
 def batch_scores(model: Any, batch: dict[str, Array]) -> tuple[Float[Array, "B s Z"], Aux]:
-    """The scores of the texts of a batch, and the aux outputs of the layers."""
+    """Computes the scores of the texts of a batch, and the aux outputs of the layers."""
     segments = batch["segments"]
     types = None if model.config.causal else pair_types(model.config.attend(segments).positions, segments, batch["second"])
     return text_scores(model, batch["tokens"], segments, types, batch["live"].shape[1])
 
 
 def vector_fields(include_prompt: bool) -> Fields:
-    """What is read for the vectors of texts; include_prompt: whether those of their prompts are pooled too."""
+    """Returns the fields of a batch that `batch_vectors` reads, by name.
+
+    Args:
+        include_prompt: whether the tokens of a text's prompt (instruction) are pooled too. If not, the batch must hold their number.
+    """
     fields = {name: TEXTS[name] for name in ("tokens", "segments", "live")}
     return fields if include_prompt else fields | {PROMPT: PER_SEQUENCE}
 
 
 def batch_vectors(model: Any, batch: dict[str, Array], pooling: str) -> tuple[Float[Array, "B s D"], Aux]:
-    """The vectors of the texts of a batch, and the aux outputs of the layers; without their prompts, where the batch says how long
-    these are."""
+    """Computes the vectors of the texts of a batch, and the aux outputs of the layers. If the batch holds the lengths of prompts, the
+    tokens of prompts are not pooled."""
     after = batch[PROMPT].astype(jnp.int32) if PROMPT in batch else None
     return text_vectors(model, batch["tokens"], batch["segments"], pooling, batch["live"].shape[1], after)
 
 
 def text_hashes(batch: dict[str, Array]) -> UInt32[Array, "B s"]:
-    """A number for each text: equal for equal tokens. Two others are equal once in 4 billion pairs."""
+    """Computes a hash of each text, which is equal for equal tokens. Of 4 billion pairs of different texts, one has equal hashes."""
     segments, slots = batch["segments"], batch["live"].shape[1]
     powers = np.cumprod(np.full(segments.shape[1], 0x9E3779B1, np.uint32), dtype=np.uint32)
     terms = (batch["tokens"].astype(jnp.uint32) + jnp.uint32(1)) * jnp.asarray(powers)[Bidirectional(segments).positions]
@@ -50,5 +56,5 @@ def text_hashes(batch: dict[str, Array]) -> UInt32[Array, "B s"]:
 
 
 def unit_rows(vectors: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
-    """The vectors at length 1; a vector of zeros stays."""
+    """Divides vectors by their length. A vector of zeros stays."""
     return vectors * jax.lax.rsqrt(jnp.maximum(jnp.sum(vectors * vectors, -1, keepdims=True), 1e-12))

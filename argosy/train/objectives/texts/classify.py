@@ -4,10 +4,10 @@
     multi_label_classification      -sum_c [y_c log s(z_c) + (1 - y_c) log(1 - s(z_c))] / Z
     regression                      (z - y)^2
 
-z the scores of a text, y its label, s the logistic function, Z the number of classes: the losses of transformers'
-ForSequenceClassification, whose `problem_type` the model keeps.
+z are the scores of a text, y is its label, s the logistic function, and Z the number of classes. These are the losses of transformers'
+ForSequenceClassification; the model's config keeps its `problem_type`.
 
-Differences from transformers: where the type is not set, one score is a regression there, and here what the data has.
+Difference from transformers: if the type is not set, the data decide it here; transformers takes a single score for a regression.
 """
 
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -73,12 +73,13 @@ def classification_loss(
     problem_type: str | None,
     names: tuple[str, ...],
 ) -> "Loss":
-    """The loss of a batch from the scores of its texts.
+    """Computes the loss of a batch from the scores of its texts.
 
     Args:
-        label: [B s 1] the number of the class, or the number itself; [B s Z] 0 or 1 for each class.
-        problem_type: None: by the shape of scores and labels.
-        names: of the classes.
+        label: [B s 1], the index of the class, or the target of a regression; or [B s Z], 0 or 1 for each class.
+        live: 1 where a slot holds a text.
+        problem_type: one of the three types above. None: the shapes of scores and labels decide.
+        names: the names of the classes.
     """
     import jax
     import jax.numpy as jnp
@@ -119,8 +120,13 @@ def of_classes(
     *,
     shares: bool,
 ) -> "dict[str, WeightedMean]":
-    """F1 of each class, and with `shares` how many of the texts have it. F1 is 2 TP / (predicted + true), a mean whose weight is the
-    sum below the line, so it is exact over any number of batches."""
+    """Computes the F1 of each class. F1 is 2 TP / (predicted + true), as a mean whose weight is the denominator, so it is exact over
+    any number of batches.
+
+    Args:
+        predicted, true: 1 where the text is predicted to be, or is, in the class.
+        shares: whether the share of texts in each class is computed too.
+    """
     import jax.numpy as jnp
 
     from argosy.train.objectives.loss import WeightedMean

@@ -1,15 +1,18 @@
-"""Sentence encoders: a text's vector is to be nearer to that of its partner than to those of all other texts of the batch.
+"""Sentence encoders: the vector of a text learns to be nearer to the vector of its positive than to those of all other texts of the
+batch.
 
     -log exp(s cos(a_i, p_i)) / sum_j exp(s cos(a_i, d_j))        d_j the positives and all negatives of the batch
 
-a_i the vector of an anchor, p_i that of its positive, s the scale: InfoNCE (van den Oord et al. 2018, arXiv:1807.03748) with the other
-examples of the batch as negatives (Henderson et al. 2017, arXiv:1705.00652), sentence-transformers' MultipleNegativesRankingLoss.
+a_i is the vector of an anchor, p_i that of its positive, and s the scale. This is InfoNCE (van den Oord et al. 2018, arXiv:1807.03748)
+with the other examples of the batch as negatives (Henderson et al. 2017, arXiv:1705.00652), and sentence-transformers'
+MultipleNegativesRankingLoss.
 
-`symmetric` adds the loss of finding the anchor of each positive, as in CLIP (arXiv:2103.00020): the mean of both. `dimensions` trains
-the first numbers of vectors to serve alone (Kusupati et al. 2022, arXiv:2205.13147): the mean of the losses at these widths.
+`symmetric` also finds the anchor of each positive, as in CLIP (arXiv:2103.00020), and takes the mean of both losses. `dimensions`
+trains the first entries of vectors to serve as shorter vectors (Kusupati et al. 2022, arXiv:2205.13147), by the mean of the losses at
+these widths.
 
-Differences from sentence-transformers: a text that is the same as an example's positive is no negative of that example, since it would
-be wrong; there a sampler keeps such examples apart. MatryoshkaLoss sums over widths.
+Differences from sentence-transformers: a text that equals an example's positive is no negative of that example, since it would be a
+false negative; there a sampler avoids such batches. Its MatryoshkaLoss sums over widths.
 """
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -100,11 +103,12 @@ def contrastive_loss(
     keys: "UInt32[Array, 'R']",
     valid: "Bool[Array, 'R']",
 ) -> "Loss":
-    """The loss of a batch. Document i is the positive of anchor i.
+    """Computes the loss of a batch. Document i is the positive of anchor i.
 
     Args:
-        anchor_keys, keys: equal for equal texts.
-        live, valid: whether there is a text.
+        anchors, documents: the vectors of the texts.
+        anchor_keys, keys: a hash of the text of each anchor and of each document.
+        live, valid: whether there is an anchor, and whether there is a document.
     """
     import jax.numpy as jnp
 
@@ -146,7 +150,7 @@ def contrastive_loss(
 
 
 def _negative_logp(scores: "Float[Array, 'N R']", positive: "Bool[Array, 'N R']", allowed: "Bool[Array, 'N R']") -> "Float[Array, 'N']":
-    """Minus the log-probability of each row's own column among those that are allowed and its own."""
+    """Computes minus the log-probability of the positive of each row, by a softmax over the row's positive and its allowed columns."""
     import jax
     import jax.numpy as jnp
 

@@ -3,8 +3,9 @@
     pairwise     -log s(z(q, d+) - z(q, d-))
     pointwise    -(log s(z(q, d+)) + log(1 - s(z(q, d-)))) / 2
 
-z the score of a query with a document, d+ a document that answers it and d- one that does not, s the logistic function. RankNet (Burges
-et al. 2005), and the binary cross-entropy of Nogueira and Cho 2019 (arXiv:1901.04085), which is sentence-transformers' default.
+z is the score of a query q with a document, d+ is a document that answers the query, d- one that does not, and s is the logistic
+function. The pairwise loss is RankNet (Burges et al. 2005). The pointwise loss is the binary cross-entropy of Nogueira and Cho 2019
+(arXiv:1901.04085), which is sentence-transformers' default.
 
 Differences from the papers: none.
 """
@@ -45,7 +46,12 @@ class Rerank(Settings, Objective):
 
 
 def reranking_loss(settings: Rerank, right: "Float[Array, 'P s']", wrong: "Float[Array, 'P s']", live: "Float[Array, 'P s']") -> "Loss":
-    """The loss of a batch from the scores of the documents that answer and of those that do not."""
+    """Computes the loss of a batch.
+
+    Args:
+        right, wrong: the scores of the documents that answer the query, and of those that do not.
+        live: 1 where there is a pair of documents.
+    """
     import jax
     import jax.numpy as jnp
 

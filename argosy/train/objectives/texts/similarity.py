@@ -2,8 +2,8 @@
 
     log(1 + sum_{y_i > y_j} exp(s (cos_j - cos_i)))        over the pairs i, j of a batch
 
-y the score of a pair of texts, cos the cosine of their vectors, s the scale. CoSENT (Su 2022, kexue.fm/archives/8847), sentence-
-transformers' CoSENTLoss. Only the order of scores counts, so they may be on any scale.
+y is the score of a pair of texts, cos the cosine of their vectors, and s the scale. This is CoSENT (Su 2022, kexue.fm/archives/8847),
+sentence-transformers' CoSENTLoss. Only the order of scores matters, so they may be on any scale.
 
 Differences from sentence-transformers: none.
 """
@@ -61,7 +61,13 @@ class Similarity(Settings, Objective):
 def similarity_loss(
     settings: Similarity, cosines: "Float[Array, 'P s']", label: "Float[Array, 'P s']", live: "Float[Array, 'P s']"
 ) -> "Loss":
-    """The loss of a batch from the cosine and the score of each pair. It weighs as much as it has pairs."""
+    """Computes the loss of a batch. Its weight is the number of pairs.
+
+    Args:
+        cosines: the cosine of each pair's vectors.
+        label: the score of each pair.
+        live: 1 where there is a pair.
+    """
     import jax
     import jax.numpy as jnp
 
