@@ -32,9 +32,9 @@ from argosy.train.state import TrainState
 
 # The mesh axis whose indices are replicas.
 AXIS = "data"
-# Entries of the optimizer's state. INNER, REPLICAS: the optimizer state and the weights of each replica [R ...]. MOMENTUM: m. APART:
-how # far the replicas were from their mean at the last outer step (root mean square over replicas of the L2 norm). MOVED: the norm of
-that Δ.
+# Entries of the optimizer's state. INNER, REPLICAS: the optimizer state and the weights of each replica [R ...]. MOMENTUM: m.
+# APART: how far the replicas were from their mean at the last outer step (root mean square over replicas of the L2 norm).
+# MOVED: the norm of Δ at the last outer step.
 INNER, REPLICAS, MOMENTUM, APART, MOVED = "inner", "replicas", "momentum", "replicas_apart", "outer_grad_norm"
 OF_EACH = (INNER, REPLICAS)
 
