@@ -1,1 +1,1 @@
-"""Models at rest: Hub folders, GGUF files, PEFT adapters, and how they become one another."""
+"""Stored models: reads and writes Hub folders, GGUF files and PEFT adapters, and converts between them."""

@@ -27,13 +27,13 @@ from argosy.weights.peft.sites import CONFIG, Adapter, PeftContents, contraction
 
 @dataclass(frozen=True)
 class AdaptedModel:
-    """Adapters and their base.
+    """Adapters and their base model.
 
-    settings: the run's `adapter`.
+    settings: the `adapter` settings of the run that trained the adapters.
     base: the base model, without the adapters merged in.
-    config: that of the model with adapters.
-    read: reads the factors and the weights that were trained in full.
-    lock: retention does not remove the checkpoint while this object exists.
+    config: the config of the model with adapters.
+    read: reads the low-rank factors and the weights that were trained in full.
+    lock: keeps retention from removing the checkpoint while this object exists.
     """
 
     settings: LowRank
@@ -44,16 +44,16 @@ class AdaptedModel:
 
     @cached_property
     def contents(self) -> PeftContents:
-        """The factors and the weights that were trained in full.
+        """The low-rank factors and the weights that were trained in full, read at the first use.
 
         Raises:
-            Damaged: one is missing.
+            Damaged: a factor or a weight is missing.
         """
         return self.read()
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
-        """The factors, by the per-layer name of their contraction."""
+        """The low-rank factors, by the per-layer name of the contraction that they adapt."""
         return self.contents.adapters
 
     @property
@@ -63,8 +63,8 @@ class AdaptedModel:
 
     @property
     def weights(self) -> TensorReader:
-        """The base's weights with the adapters merged as they are read, in the types of the base. Where the base was quantized for
-        training, it is rounded as it was then, because the adapters have learned to make up for that."""
+        """Reads the base's weights with the adapters merged into them, in the types of the base. A base that was quantized for
+        training is rounded as in training, because the adapters have learned to compensate for the rounding."""
         return OverlaidTensors(TensorView(self.base.weights, change=self._merged), Arrays(self.whole))
 
     @property
@@ -73,7 +73,7 @@ class AdaptedModel:
         return any(isinstance(of, QuantizedEinsum) for of in self._contractions.values())
 
     def with_base(self, base: OpenedModel) -> "AdaptedModel":
-        """The same adapters, on the same base read in another way."""
+        """Returns the same adapters on `base`, which is the same base model opened differently."""
         return replace(self, base=base)
 
     @cached_property
@@ -99,7 +99,7 @@ def peft_base(folder: Path) -> str:
     """The path or name of the base model that a PEFT folder names.
 
     Raises:
-        BadInput: the base is not on this machine, and it is not said to be on the Hub.
+        BadInput: the base is not on this machine, and nothing says that it is on the Hub.
     """
     keys = read_json_object(folder / CONFIG)
     name = keys.get("base_model_name_or_path")
@@ -114,11 +114,11 @@ def peft_base(folder: Path) -> str:
 
 
 def open_peft(folder: Path, base: OpenedModel) -> OpenedModel:
-    """A PEFT folder as a model: its base, with its adapters merged as weights are read.
+    """Opens a PEFT folder as a model: the base, whose weights are merged with the adapters when they are read.
 
     Raises:
-        BadInput: the base has adapters itself; or as `read_contents`.
-        Unsupported: as `read_contents`.
+        BadInput: the base has adapters itself, or an error of `read_contents`.
+        Unsupported: an error of `read_contents`.
     """
     if base.adapted is not None:
         # They were trained on merged weights.
@@ -138,7 +138,8 @@ def open_peft(folder: Path, base: OpenedModel) -> OpenedModel:
 
 
 def stack_adapters(under: PeftContents, above: PeftContents, config: Any) -> PeftContents:
-    """Two adapters on one base as one: the ranks together, each with its own gain in B."""
+    """Joins two sets of adapters on one base into one. Where both adapt a contraction, their factors are concatenated along the
+    rank, and each gain is multiplied into B."""
     specs, out = contractions(config), dict(under.adapters)
     for name, adapter in above.adapters.items():
         if (other := out.get(name)) is None:

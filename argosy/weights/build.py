@@ -37,22 +37,22 @@ from argosy.weights.peft.reader import check_base, config_for, read_contents
 from argosy.weights.peft.sites import PeftContents
 from argosy.weights.quantized import QuantizedWeights
 
-# Gives `(inner, first, has_experts)`, as `BlockedWeights.of` takes them, of the weights of a model that are matrices of a product, by
-# address.
+# Maps a model to the weights that are matrices of a product: the name of the parameter to `(inner, first, has_experts)`, the arguments
+# of `BlockedWeights.of`.
 Forms = Callable[[Any], Mapping[str, tuple[int, bool, bool]]]
 NONE: Mapping[str, BlockRows] = {}
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model and what came with it.
+    """A model and the files that were stored with it.
 
-    tokenizer: None where the folder has none.
-    generation: its generation_config.json.
-    hub: its config.json.
-    companions: the folder of its small files.
-    dtypes: the type each tensor was stored in, by per-layer name.
-    origin: the blocks that its weights were read from.
+    tokenizer: the tokenizer, None where the folder has none.
+    generation: the contents of generation_config.json.
+    hub: the contents of config.json.
+    companions: the folder with the model's small files (tokenizer, configs).
+    dtypes: the type that each tensor was stored in, by per-layer name.
+    origin: the GGUF blocks that the weights were read from, None for other files.
     """
 
     config: LanguageConfig
@@ -79,19 +79,19 @@ def load_model(
     """Builds an opened model and reads its weights.
 
     Args:
-        stored: a run that trained adapters is loaded as its base with the adapters on it, quantized as in training.
-        dtype: the type of weights and activations; float32 on CPUs and bfloat16 elsewhere by default.
-        run: how layers run; by default unrolled up to 32 layers on CPUs, scanned elsewhere.
-        context: the longest sequence the model will get, in tokens; selects between tables of rotary positions where a model has
-            two (LongRoPE). The model's own context by default.
-        adapter: a PEFT folder. Layers are then unrolled, because each may carry adapters of its own.
-        tensor: number of devices that share heads, feed-forward features and vocabulary (arXiv:1909.08053).
-        forms: of a plain GGUF file's weights on one CPU device, in float32: those that it names and the file has in blocks stay in
-            them (`weights.gguf.blocks`). Layers are then unrolled.
-        rules: quantize the weights as they are read (`adapt.rules`).
+        stored: the opened model. A run that trained adapters is loaded as its base with the adapters, quantized as in training.
+        dtype: the type of weights and activations. The default is float32 on CPUs and bfloat16 elsewhere.
+        run: whether layers are unrolled or scanned. The default is that of `default_run`.
+        context: the length of the longest sequence that the model will get, in tokens. It selects one of the two tables of rotary
+            positions of LongRoPE. The default is the model's own context.
+        adapter: a PEFT folder. With it, layers are unrolled, because each may carry adapters of its own.
+        tensor: the number of devices that share heads, feed-forward features and vocabulary (arXiv:1909.08053).
+        forms: names the weights that may stay in the blocks of a GGUF file (`weights.gguf.blocks`). It applies only to plain GGUF
+            files on one CPU device in float32, and layers are then unrolled.
+        rules: the rules by which weights are quantized while they are read (`adapt.rules`).
 
     Raises:
-        BadInput: there is no model, its family is not built, it does not fit into memory, or it cannot be shared by so many devices.
+        BadInput: there is no model, its family is not implemented, it does not fit into memory, or `tensor` devices cannot share it.
         Damaged: a file differs from what was written.
     """
     dtype = as_dtype(dtype)
@@ -159,8 +159,8 @@ def load_model(
 
 
 def _under_adapters(stored: OpenedModel) -> QuantizedWeights | None:
-    """The codes of the base of trained adapters, where the run kept them: those of a run whose adapters start from zero, and beside
-    which no weight was trained."""
+    """The quantized weights of the base of trained adapters, which are loaded without being rounded again. None if the run quantized
+    the base itself, trained weights in full, or has DoRA adapters."""
     adapted = stored.adapted
     if adapted is None or adapted.is_quantized or adapted.whole or any(adapter.m is not None for adapter in adapted.adapters.values()):
         return None
@@ -168,13 +168,14 @@ def _under_adapters(stored: OpenedModel) -> QuantizedWeights | None:
 
 
 def tensor_shardings(model: Any, tensor: int, devices: Sequence[Any] | None = None) -> dict[str, NamedSharding]:
-    """Where each weight of a model lies if several devices share its heads, feed-forward features and vocabulary.
+    """The sharding of each weight, by parameter name, if several devices share heads, feed-forward features and vocabulary.
 
     Args:
-        devices: the first ones of these; by default of all.
+        tensor: the number of devices that share the model.
+        devices: the devices to choose from, of which the first `tensor` are used. The default is all devices of this process.
 
     Raises:
-        BadInput: there are fewer devices, or the number divides none of these.
+        BadInput: there are fewer devices than `tensor`, or `tensor` divides neither heads, features nor vocabulary.
     """
     devices = devices or jax.devices()
     if tensor > len(devices):
@@ -186,7 +187,7 @@ def tensor_shardings(model: Any, tensor: int, devices: Sequence[Any] | None = No
 
 
 def tensor_places(model: Any, mesh: Any) -> dict[str, NamedSharding]:
-    """As `tensor_shardings`, over a mesh whose devices may be absent."""
+    """Returns the result of `tensor_shardings` for a given mesh, whose devices need not exist on this machine."""
     tensor = mesh.shape["tensor"]
     places = shardings(logical(model), {a: v.shape for a, v in variables(model).items()}, DEFAULT, mesh)
     if tensor > 1 and all(not any(place.spec) for place in places.values()):
@@ -198,7 +199,7 @@ def tensor_places(model: Any, mesh: Any) -> dict[str, NamedSharding]:
 
 
 def random_model(config: LanguageConfig, seed: int, *, dtype: Any = None, run: Execution | None = None) -> LoadedModel:
-    """A model with random weights from a seed, and no tokenizer."""
+    """Builds a model with random weights from a seed, without a tokenizer."""
     dtype = as_dtype(dtype)
     # Weights are drawn in float32.
     check_memory(config, np.float32)
@@ -210,7 +211,8 @@ def random_model(config: LanguageConfig, seed: int, *, dtype: Any = None, run: E
 
 
 def dtypes_of(stored: OpenedModel) -> dict[str, Any]:
-    """The type of each tensor of a Hub folder. Tensors stored in blocks with scales are left out: they come as float32."""
+    """The stored type of each tensor of a Hub folder, by per-layer name; empty for other files. Tensors in blocks with scales are left
+    out, because they are read as float32."""
     weights = stored.weights
     if not isinstance(weights, MappedTensors) or stored.kind != "hub":
         return {}
@@ -218,19 +220,20 @@ def dtypes_of(stored: OpenedModel) -> dict[str, Any]:
 
 
 def in_blocks(blocks: BlockedWeights, forms: Mapping[str, tuple[int, bool, bool]]) -> dict[str, BlockRows]:
-    """The weights of these forms, by address, that the file has in blocks."""
+    """Returns the weights that the file stores in blocks, by parameter name. `forms`: the candidates (`Forms`)."""
     candidates = {address: blocks.of(address, *form) for address, form in forms.items()}
     return {address: rows for address, rows in candidates.items() if rows is not None}
 
 
 def check_memory(config: LanguageConfig, dtype: Any, rows: Mapping[str, BlockRows] = NONE) -> None:
-    """On CPUs, checks that the weights fit into the computer's memory.
+    """Checks that the weights fit into the computer's memory. Does nothing on accelerators.
 
     Args:
-        rows: the weights that stay in their file's blocks.
+        dtype: the type that the weights are kept in.
+        rows: the weights that stay in the blocks of the GGUF file.
 
     Raises:
-        BadInput: they do not.
+        BadInput: the weights do not fit.
     """
     if jax.default_backend() == "cpu":
         count, kind = config.parameters(), np.dtype(dtype)
@@ -240,10 +243,10 @@ def check_memory(config: LanguageConfig, dtype: Any, rows: Mapping[str, BlockRow
 
 
 def check_quantized_memory(model: Any, dtype: Any) -> None:
-    """As `check_memory`, for the description of a model some of whose weights are quantized.
+    """Checks the memory as `check_memory` does, for the description of a model with quantized weights.
 
     Raises:
-        BadInput: they do not fit.
+        BadInput: the weights do not fit.
     """
     if jax.default_backend() == "cpu":
         model_weights = variables(model).values()
@@ -252,10 +255,10 @@ def check_quantized_memory(model: Any, dtype: Any) -> None:
 
 
 def as_dtype(dtype: Any) -> Any:
-    """The type of activations, from its name or the type itself; the device's default for None.
+    """Returns the type of activations for a name or a type; `default_dtype()` for None.
 
     Raises:
-        BadInput: it is not a float type that models compute in.
+        BadInput: `dtype` is not a float type that models compute in.
     """
     if dtype is None:
         return default_dtype()
@@ -267,16 +270,17 @@ def as_dtype(dtype: Any) -> Any:
 
 
 def default_dtype() -> Any:
-    """float32 on CPUs, where bfloat16 decodes six times slower; bfloat16 elsewhere."""
+    """The default type of weights and activations: bfloat16, and float32 on CPUs, where bfloat16 decodes six times slower."""
     return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
 
 
 def default_run(config: LanguageConfig, platform: str | None = None) -> Execution:
-    """Unrolled layers on GPUs, where a scan copies the weights of a layer before it multiplies with them (docs/guides/gpus.md), on TPUs
-    for models with experts, whose kernel has them copied likewise (docs/measured.md), and on CPUs up to 32 layers.
+    """Returns how layers run by default. They are unrolled on GPUs, where a scan copies the weights of a layer before each product
+    (docs/guides/gpus.md). They are unrolled on TPUs for models with experts, whose kernel causes the same copies (docs/measured.md),
+    and on CPUs up to 32 layers. Otherwise they are scanned.
 
     Args:
-        platform: cpu, gpu or tpu; by default the one that JAX computes on.
+        platform: cpu, gpu or tpu. The default is the platform that JAX computes on.
     """
     backend = platform or jax.default_backend()
     few = backend == "cpu" and getattr(config, "layers", 1) <= 32
@@ -285,7 +289,7 @@ def default_run(config: LanguageConfig, platform: str | None = None) -> Executio
 
 
 def stored_tokenizer(stored: OpenedModel) -> Any:
-    """The tokenizer that came with a model, or None."""
+    """Loads the tokenizer that is stored with a model; None where there is none."""
     if stored.companions is None:
         return None
     from argosy.data.tokenizers.load import find_tokenizer
@@ -294,7 +298,7 @@ def stored_tokenizer(stored: OpenedModel) -> Any:
 
 
 def stored_generation(stored: OpenedModel) -> dict[str, Any]:
-    """Its generation_config.json; empty where there is none."""
+    """Reads the generation_config.json that is stored with a model; empty where there is none."""
     if stored.companions is None or not (stored.companions / "generation_config.json").is_file():
         return {}
     return read_json_object(stored.companions / "generation_config.json")

@@ -20,9 +20,9 @@ def read_into(
     """Fills a model in any layout from per-layer weights, one stored array at a time.
 
     Args:
-        dtype: the type to keep the weights in; float32 by default.
-        place: gives the sharding of a stored address.
-        but: names of weights that are left as they are, whether or not they are stored.
+        dtype: the type that the model keeps the weights in. The default is float32.
+        place: maps the name of a parameter to its sharding. By default arrays lie on the default device.
+        but: the names of parameters that are left as they are, whether or not they are stored.
 
     Raises:
         BadInput: weights are missing, unexpected or of the wrong shape, all listed.
@@ -34,11 +34,11 @@ def read_into(
 def stored_arrays(
     model: Any, weights: TensorReader, *, dtype: Any = None, but: Collection[str] = (), without: Collection[str] = ()
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The weights of a model in its layout, one stored array at a time, with their addresses. Other arguments and errors
+    """Yields (parameter name, array) for the weights of a model in its layout, one stored array at a time. Other arguments and errors
     are those of `read_into`.
 
     Args:
-        without: addresses that are not read.
+        without: the names of parameters that are not read. Unlike those in `but`, they must be stored.
     """
     names, model_weights = layer_addresses(model), variables(model)
     check_fit(model, weights, but)
@@ -58,10 +58,13 @@ def stored_arrays(
 
 
 def check_fit(model: Any, weights: TensorReader, but: Collection[str] = ()) -> None:
-    """Checks that these are the weights of this model. but: names of weights that are not compared.
+    """Checks that stored weights have the names and shapes of a model's parameters.
+
+    Args:
+        but: the names of parameters that are not compared.
 
     Raises:
-        BadInput: names every difference, the first eight in full.
+        BadInput: there are differences. The message lists the first eight.
     """
     model_weights = variables(model)
     expected = {}
@@ -86,5 +89,5 @@ def check_fit(model: Any, weights: TensorReader, but: Collection[str] = ()) -> N
 
 
 def model_weights(model: Any) -> Arrays:
-    """A model's weights by per-layer name; slices of stacked weights are taken when they are read."""
+    """Returns a reader of a model's weights by per-layer name. A layer of stacked weights is sliced when it is read."""
     return Arrays(to_layers(model, split(model)[1]))

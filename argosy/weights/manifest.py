@@ -1,8 +1,8 @@
-"""The manifest of a committed checkpoint: size and SHA-256 of every file, and of the manifest itself.
+"""The manifest of a committed checkpoint: the size and SHA-256 of every file, and a SHA-256 of the manifest itself.
 
-Orbax commits atomically but does not check array data: 160 of 160 single flipped bits were read as wrong weights without an error
-(zstd is written without its checksum). So a checkpoint is committed by its manifest, which is written last, after every file is
-on disk. Files that do not match it are never read.
+Orbax commits atomically but does not check array data. In a test, 160 of 160 single flipped bits were read as wrong weights without an
+error, because zstd is written without its checksum. So a checkpoint is committed by its manifest, which is written last, when every
+file is on disk. Files that do not match the manifest are never read.
 """
 
 import errno
@@ -19,10 +19,10 @@ from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.process.cores import core_count
 
 NAME = "manifest.json"
-# Counts up when files of a checkpoint are laid out in another way. Folders without one are older than the first release.
+# The version of the layout of a checkpoint's files. Folders without a version are older than the first release.
 FORMAT = 1
 CHUNK_BYTES = 1 << 20
-# At most so many files are hashed at once.
+# The number of files that are hashed or synced at once.
 THREADS = 8
 
 # The size and SHA-256 of each file, by its path inside the folder.
@@ -35,11 +35,15 @@ def write_manifest(folder: Path) -> None:
 
 
 def commit(folder: Path, files: Mapping[str, Any]) -> None:
-    """Writes the manifest of files that are on disk already, {file: size and hash}, by renaming it into place."""
-    # It imports numpy, which readers of a run directory do not need.
+    """Writes the manifest of files that are already on disk, by renaming it into place.
+
+    Args:
+        files: the size and hash of each file, by path in the folder.
+    """
+    # Imported here because it imports numpy, which readers of a run directory do not need.
     from argosy.core.formats.files import sync
 
-    # Waiting for the disk, which takes several in one go.
+    # Threads wait for the disk, which syncs several folders in one go.
     with ThreadPoolExecutor(THREADS, "sync") as pool:
         list(pool.map(sync, (folder, *(d for d in folder.rglob("*") if d.is_dir()))))
     temporary = folder / (NAME + ".part")
@@ -53,7 +57,7 @@ def commit(folder: Path, files: Mapping[str, Any]) -> None:
 
 
 def manifest_text(files: Mapping[str, Any]) -> str:
-    """A manifest of {file: size and hash}."""
+    """Returns the manifest of {file: size and hash} as JSON."""
     return json.dumps({"format": FORMAT, "files": files, "sha256": manifest_digest(files)}, indent=1)
 
 
@@ -61,8 +65,8 @@ def verify_folder(folder: Path) -> None:
     """Reads every file, several at a time, and compares it with the manifest.
 
     Raises:
-        Damaged: names the first file that is missing, has another size or other bytes, or that the disk cannot read (EIO).
-        BadInput: a file cannot be reached, which says nothing about its bytes: no permission, no network.
+        Damaged: a file is missing, has another size or other bytes, or cannot be read from the disk (EIO). The message names the first.
+        BadInput: a file cannot be reached (no permission, no network), so that its bytes are unknown.
     """
     for error in compare_files(folder, read_manifest(folder)).values():
         if error is not None:
@@ -70,7 +74,8 @@ def verify_folder(folder: Path) -> None:
 
 
 def compare_files(folder: Path, files: Mapping[str, Any]) -> dict[str, ArgosyError | None]:
-    """What is wrong with each file, None where nothing is. Hashing lets other threads run, so each core takes a file."""
+    """Compares files with their sizes and hashes. Returns the error of each file, None for one that matches. Threads compare several
+    files at once, because hashing releases the interpreter's lock."""
     def compare_file(name: str) -> ArgosyError | None:
         path = folder / name
         try:
@@ -81,7 +86,7 @@ def compare_files(folder: Path, files: Mapping[str, Any]) -> dict[str, ArgosyErr
             return damage
         return None
 
-    # The largest first, so that no core is left with one at the end.
+    # The largest files come first, so that no core is left with a large file at the end.
     order = sorted(files, key=lambda name: -files[name]["bytes"])
     with ThreadPoolExecutor(min(THREADS, core_count()), "verify") as pool:
         problems = dict(zip(order, pool.map(compare_file, order)))
@@ -89,7 +94,7 @@ def compare_files(folder: Path, files: Mapping[str, Any]) -> dict[str, ArgosyErr
 
 
 def _unread(path: Path, error: OSError) -> ArgosyError:
-    """EIO is a disk that cannot read what it stored."""
+    """Returns the error for a file that cannot be read. EIO means that the disk cannot read what it stored, so the file is damaged."""
     kind = Damaged if error.errno == errno.EIO else BadInput
     return kind(f"{path.name} cannot be read: {error.strerror}", where=str(path))
 
@@ -104,11 +109,11 @@ def _compare(path: Path, name: str, expected: dict[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> Files:
-    """The files of a folder.
+    """Reads the manifest of a folder: the size and hash of each file.
 
     Raises:
         Damaged: there is no manifest, or it differs from what was written.
-        BadInput: it cannot be reached, or has another format.
+        BadInput: the manifest cannot be reached, or has a version that is not known here.
     """
     path = folder / NAME
     try:
@@ -120,14 +125,14 @@ def read_manifest(folder: Path) -> Files:
 
 
 def parse_manifest(data: bytes, where: str) -> Files:
-    """The files of a manifest.
+    """Parses a manifest: the size and hash of each file.
 
     Args:
-        where: the manifest, for errors.
+        where: the path of the manifest, for errors.
 
     Raises:
-        Damaged: it differs from what was written.
-        BadInput: it has another format.
+        Damaged: the manifest differs from what was written.
+        BadInput: the manifest has a version that is not known here.
     """
     try:
         stored = json.loads(data)
@@ -164,7 +169,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def manifest_digest(files: Mapping[str, Any]) -> str:
-    """What tells this manifest from any other."""
+    """Returns the SHA-256 that identifies a manifest."""
     return _sha256([FORMAT, files])
 
 

@@ -1,5 +1,5 @@
-"""A model at rest, opened: its settings are known, and its weights are read by per-layer name ("layers.3.attn.q.w"), one tensor at a
-time. `checkpoint.open` opens any kind.
+"""An opened model. Its settings are known, and its weights are read by per-layer name ("layers.3.attn.q.w"), one tensor at a time.
+`checkpoint.open` opens models of any kind.
 """
 
 from collections.abc import Callable
@@ -23,12 +23,12 @@ COMPANIONS = (
     *VOCABULARIES,
     *BESIDE,
     "generation_config.json",
-    # Sentence encoders say there how token vectors are pooled.
+    # How sentence encoders pool token vectors.
     "modules.json",
     "sentence_bert_config.json",
     "config_sentence_transformers.json",
     "1_Pooling/config.json",
-    # Models that see say there how images are resized and normalized.
+    # How vision models resize and normalize images.
     "preprocessor_config.json",
     "processor_config.json",
 )
@@ -39,15 +39,17 @@ COMPANIONS = (
 class OpenedModel:
     """An opened model whose weights are not read yet.
 
+    path: the file or folder.
     kind: hub, gguf, argosy or peft.
-    weights: by per-layer name; under `adapted` those of the base, with the adapters merged as they are read.
-    companions: the folder of its small files, or the GGUF file, which contains a tokenizer.
-    hub: its config.json.
-    adapted: the base and the adapters of a run that trained adapters, or of a PEFT folder.
-    blocks: the weights of a GGUF file as they lie there.
-    quantized: the arrays of weights that were rounded from those of another model; `weights` has their floats.
-    published: gives likewise the arrays of a model that was published in few bits, as DeepSeek-V3 in FP8: there is no other to quantize
-        in its place.
+    config: the settings of the model.
+    weights: reads the weights, by per-layer name. If there are adapters, they are merged into the base's weights.
+    companions: the folder with the model's small files, or the GGUF file, which contains a tokenizer.
+    hub: the contents of config.json.
+    adapted: the base and the adapters, for a run that trained adapters or a PEFT folder.
+    blocks: the weights of a GGUF file in their quantized blocks.
+    quantized: the arrays of a model that was quantized from another one. `weights` dequantizes them.
+    published: returns the arrays of a model that was published quantized, such as DeepSeek-V3 in FP8, for which no unquantized
+        original exists; None for others.
     """
 
     path: Path
@@ -63,10 +65,10 @@ class OpenedModel:
 
 
 def config_of(dumped: dict[str, Any]) -> LanguageConfig:
-    """A model's settings from what `dump` wrote, including its family.
+    """Builds a model's settings from the result of `dump`, which includes the name of the family.
 
     Raises:
-        BadInput: the family is not registered here, or it does not have these settings.
+        BadInput: the family is not registered, or it does not have these settings.
     """
     if (family := str(dumped.get("family"))) not in FAMILIES:
         problem = f"a model of the family `{family}`, which is not registered"

@@ -1,7 +1,7 @@
 """Writes one file, with threads that hash and write while the next bytes are produced.
 
 On two cores, producing slabs (1.4 GB/s), hashing them (1.7) and writing them (1.6) in parallel is twice as fast as in sequence.
-Queues are short, so memory stays small. This module knows neither what the bytes are nor what happens to the file.
+Queues are short, so memory stays small. This module does not know what the bytes mean or what becomes of the file.
 """
 
 import hashlib
@@ -16,13 +16,13 @@ import numpy as np
 
 from argosy.core.formats.files import write_all
 
-# Jobs that may wait for a thread.
+# The number of jobs that may wait for a thread.
 WAITING = 2
 SEND_BYTES = 1 << 25
 
 
 class HashedOutput:
-    """One file: hashed in one thread, written in another."""
+    """A file that is written while its hash is computed."""
 
     def __init__(self, path: Path):
         self.file = path.open("wb", buffering=0)
@@ -36,8 +36,8 @@ class HashedOutput:
             self._send()
 
     def _send(self) -> None:
-        """Asks the system to start writing to disk and to drop what is written from its cache: closing then waits only briefly,
-        and the memory is available for the next bytes."""
+        """Asks the system to start writing to disk and to drop written pages from its cache. Closing then waits only briefly, and the
+        memory is available for the next bytes."""
         self.sent = self.size
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.file.fileno(), 0, self.size, os.POSIX_FADV_DONTNEED)
@@ -50,7 +50,7 @@ class HashedOutput:
 
 
 class JobQueue:
-    """Runs jobs one after the other in its own thread, started with the first. After a failure the remaining jobs are dropped."""
+    """Runs jobs one after the other in a thread, which starts with the first job. After a failure the remaining jobs are dropped."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.Queue[Callable[[], object] | None] = queue.Queue(WAITING)
@@ -69,7 +69,7 @@ class JobQueue:
         self._check()
 
     def wait(self) -> None:
-        """Waits until all jobs are done. Raises as `do`."""
+        """Waits until all jobs are done. Raises what a job raised, as `do` does."""
         self._jobs.join()
         self._check()
 

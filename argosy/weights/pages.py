@@ -1,25 +1,28 @@
-"""The pages of mapped files, which count as memory of the process until they are released."""
+"""Reads and releases the memory pages of mapped files, which count as memory of the process until they are released."""
 
 import mmap
 from typing import Any
 
 import numpy as np
 
-# Linux 5.14. Reads a range at once and in order: 2.4 GB/s from a cold disk, where page faults give 1.5.
+# MADV_POPULATE_READ of Linux 5.14. It reads a range at once and in order: 2.4 GB/s from a cold disk, where page faults give 1.5.
 POPULATE_READ = 22
 AHEAD_BYTES = 1 << 27
 SMALL_BYTES = 1 << 16
 
 
 class MappedPages:
-    """The pages of the mapped file that was read last, to be released."""
+    """Remembers the mapped file that was read last, so that its pages can be released.
+
+    `hold` reads the pages of an array and remembers its file. `give_back` releases the pages of the remembered file.
+    """
 
     def __init__(self) -> None:
         self.last: mmap.mmap | None = None
 
     def give_back(self) -> None:
         if self.last is not None:
-            # A view that is still in use reads them again.
+            # A view that is still in use reads its pages again.
             self.last.madvise(mmap.MADV_DONTNEED)
 
     def hold(self, array: np.ndarray) -> np.ndarray:
@@ -36,7 +39,7 @@ def map_of(array: Any) -> mmap.mmap | None:
 
 
 def _populate(pages: mmap.mmap, array: np.ndarray) -> None:
-    """Reads a tensor's pages at once where the system supports it, and lets it start reading those that follow."""
+    """Reads the pages of a tensor at once where the system supports it, and asks the system to read ahead."""
     begin = array.ctypes.data - np.frombuffer(pages, np.uint8).ctypes.data
     if not 0 <= begin < len(pages):
         # It is a copy, not a view of a mapped file.

@@ -1,7 +1,7 @@
-"""Models at rest whose weights are quantized: the arrays of each weight by name, and how they become floats.
+"""Stored models with quantized weights: the names of their arrays, and readers that quantize or dequantize.
 
 A quantized contraction "layers.3.attn.q" has, in place of "layers.3.attn.q.w", the arrays "layers.3.attn.q.values", "....scale" and
-so on (`adapt.quant.PARTS`). Whoever knows only floats reads them as such, one weight at a time.
+so on (`adapt.quant.PARTS`). `DequantizedTensors` gives code that knows only floats the dequantized weights, one at a time.
 """
 
 from collections.abc import Callable, Iterator, KeysView, Mapping
@@ -26,8 +26,8 @@ from argosy.ops.quantized import Quantized
 class QuantizedWeights:
     """The weights of a quantized model.
 
-    schemes: how each contraction is quantized, by its per-layer name, such as layers.3.attn.q.
-    reader: the arrays, by per-layer name.
+    schemes: the scheme of each quantized contraction, by its per-layer name, such as layers.3.attn.q.
+    reader: reads the arrays, by per-layer name.
     """
 
     schemes: Mapping[str, Scheme]
@@ -35,14 +35,15 @@ class QuantizedWeights:
 
 
 def quantized_model(config: Any, schemes: Mapping[str, Scheme]) -> nnx.Module:
-    """The description of a quantized model, with a name for each layer."""
+    """Builds the description of a quantized model, with unrolled layers and without arrays."""
     model = config.build(Unroll())
     apply_schemes(model, schemes)
     return model
 
 
 class DequantizedTensors:
-    """The weights of a quantized model as floats, under the names of the plain model. Quantized ones become float32."""
+    """A `TensorReader` that dequantizes the weights of a quantized model, under the names of the unquantized model. Quantized weights
+    become float32."""
 
     def __init__(self, config: Any, quantized: QuantizedWeights):
         self.reader = quantized.reader
@@ -75,20 +76,27 @@ class DequantizedTensors:
 
 
 def read_quantized(reader: TensorReader, name: str, of: QuantizedEinsum) -> Quantized:
-    """The weight of a contraction of this name."""
+    """Reads the quantized weight of a contraction.
+
+    Args:
+        name: the per-layer name of the contraction.
+        of: the contraction.
+    """
     arrays = {part: jnp.asarray(reader.read(f"{name}.{part}")) for part in PARTS if getattr(of, part) is not None}
     return Quantized(**dict.fromkeys(PARTS) | arrays, **of.fixed)
 
 
 class RoundedTensors:
-    """The weights of a plain model, quantized as they are read: a `TensorReader` of the quantized model.
+    """A `TensorReader` of a quantized model that quantizes the weights of an unquantized model when they are read.
 
     Args:
-        quantize: gives the quantized weight of a contraction: its per-layer name, itself, and its weight.
-        seen: called once with each quantized weight.
+        weights: reads the weights of the unquantized model, by per-layer name.
+        schemes: the scheme of each contraction to be quantized, by per-layer name.
+        quantize: called with (per-layer name, contraction, weight), returns the quantized weight.
+        seen: called once for each quantized weight, with the arguments and the result of `quantize`.
 
     Raises:
-        BadInput: on reading, if a weight is not finite.
+        BadInput: a weight is not finite. This is found when it is read.
     """
 
     def __init__(
@@ -106,7 +114,7 @@ class RoundedTensors:
         self._last: tuple[str, Quantized] | None = None
 
     def _in_order(self, model_weights: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """The names, in the order in which the weights are stored."""
+        """Yields the names and weights in the order in which the unquantized weights are stored."""
         for name in self.weights.names:
             module = name.removesuffix(".w")
             parts = [f"{module}.{part}" for part in PARTS] if module in self.contractions and name.endswith(".w") else [name]
@@ -131,7 +139,7 @@ class RoundedTensors:
         if module is None:
             return self.weights.read(name)
         if self._last is None or self._last[0] != module:
-            # Frees the arrays before the next weight is read.
+            # The arrays are freed before the next weight is read.
             self._last = None
             of, w = self.contractions[module], np.asarray(self.weights.read(f"{module}.w"), np.float32)
             if not np.isfinite(w).all():
@@ -144,7 +152,7 @@ class RoundedTensors:
         return np.asarray(getattr(self._last[1], name.rpartition(".")[2]))
 
     def see_all(self) -> None:
-        """Quantizes the weights that have not been read yet, so that `seen` has been called with every one."""
+        """Quantizes the weights that have not been read yet, so that `seen` has been called for every weight."""
         for module in self.contractions:
             if module not in self._seen:
                 self.read(f"{module}.values")
@@ -154,7 +162,7 @@ class RoundedTensors:
 
 
 def describe_schemes(schemes: Mapping[str, Scheme]) -> list[dict[str, Any]]:
-    """Schemes as JSON: each once, with the names of its contractions."""
+    """Returns schemes as JSON: each scheme once, with the names of its contractions."""
     out: dict[Scheme, list[str]] = {}
     for name, scheme in schemes.items():
         out.setdefault(scheme, []).append(name)
@@ -165,7 +173,7 @@ def read_schemes(descriptions: list[dict[str, Any]], where: str) -> dict[str, Sc
     """Parses the result of `describe_schemes`.
 
     Raises:
-        BadInput: it has a format that this version does not know.
+        BadInput: a description is not valid, or names a format that this version does not know.
     """
     out = {}
     for description in descriptions:

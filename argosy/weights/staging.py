@@ -1,9 +1,9 @@
 """Writes a folder as `TARGET.part` beside the target, with a journal of its complete files, and renames it at the end.
 
-The process may be killed at any instant. A file that is in the journal and matches its hash is kept by the next process, and
-everything else is written again; the target exists completely or not at all. An unfinished folder of another conversion is
-refused and never removed. Files are hashed while another thread writes them, so the manifest of a checkpoint needs no second
-reading. This module knows nothing of tensors: files come from `core.formats`.
+The process may be killed at any instant. The next process keeps each file that is in the journal and matches its hash, and writes
+everything else again. The target exists completely or not at all. An unfinished folder of another conversion is refused and never
+removed. Files are hashed while another thread writes them, so the manifest of a checkpoint needs no second reading. This module knows
+nothing of tensors: files come from `core.formats`.
 """
 
 import errno
@@ -25,43 +25,46 @@ from argosy.weights import manifest
 from argosy.weights.output import HashedOutput, JobQueue
 
 JOURNAL = ".journal.jsonl"
-# The errors of network file systems without locks: other processes are not kept out there.
+# The errors of network file systems without locks. Other processes are not kept out there.
 NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
 
 Identity = Mapping[str, Any]
 
 
 class StagedFolder:
-    """A context manager: `plan`, `write`, `commit`. Without `commit`, complete files are kept for the next process.
+    """A context manager that writes a folder by the calls `plan`, `write` and `commit`. Without `commit`, complete files are kept for
+    the next process.
 
     Args:
         target: a folder that does not exist or is empty.
-        identity: what is being written, from what, and how, as JSON. An unfinished folder with the same identity is continued.
-            None: nothing is kept and nothing can be continued.
+        identity: a JSON object that identifies the conversion: its source, its kind and its settings. An unfinished folder with the
+            same identity is continued. With None nothing is kept or continued.
         progress: called with the number of bytes written since the last call.
 
     Raises:
-        BadInput: the target exists, or the unfinished folder belongs to another conversion; each difference is named.
-        Busy: another process is writing it.
+        BadInput: the target exists, or the unfinished folder belongs to another conversion. The message names each difference.
+        Busy: another process is writing the folder.
     """
 
     def __init__(self, target: Path, identity: Identity | None, progress: Callable[[int], None] = lambda _: None):
         self.target, self.identity, self.progress = target, identity, progress
         self.folder = target.with_name(target.name + ".part")
-        # Complete files: name -> bytes and sha256.
+        # The size and hash of each complete file.
         self.done: dict[str, dict[str, Any]] = {}
         self._hasher, self._writer = JobQueue("hasher"), JobQueue("writer")
-        # Files being written.
+        # The files that are being written.
         self._outputs: set[HashedOutput] = set()
         self._lock: int | None = None
-        # Whether the folder is this process's to remove.
+        # Whether this process may remove the folder.
         self._is_begun = False
         if is_occupied(target):
             raise BadInput(f"{target} is not empty", hint="name a new folder; nothing is ever overwritten")
 
     def plan(self, files: Sequence[File]) -> int:
-        """Checks which files are complete and whether there is space for the rest, before anything is written. Returns the bytes
-        that are kept.
+        """Finds the files that are already complete and checks that there is space for the others, before anything is written.
+
+        Returns:
+            the number of bytes that are kept from an earlier process.
 
         Raises:
             BadInput: there is too little space.
@@ -85,8 +88,11 @@ class StagedFolder:
     def write(self, files: Iterable[File], order: Order = np.ascontiguousarray) -> None:
         """Writes the files that are not complete yet.
 
+        Args:
+            order: makes a slab contiguous in memory.
+
         Raises:
-            ArgosyError: the system reports an error; complete files are kept.
+            ArgosyError: the system reports an error. Complete files are kept.
         """
         with _FileErrors(self.folder):
             for file in files:
@@ -98,10 +104,10 @@ class StagedFolder:
         """Renames the folder to its target once everything in it is on disk."""
         with _FileErrors(self.folder):
             inside = [path for path in self.folder.rglob("*") if path.name != JOURNAL]
-            # All at the end: one by one, small files cost 20 ms each.
+            # All files are synced at the end, because syncing each small file when it is written costs 20 ms.
             for path in (*inside, self.folder):
                 sync(path)
-            # Also replaces an empty folder.
+            # This also replaces an empty folder.
             self.folder.rename(self.target)
             (self.target / JOURNAL).unlink()
             sync(self.target)
@@ -123,7 +129,7 @@ class StagedFolder:
     # ---------------------------------------------------------------- what exists already
 
     def _left_over(self) -> dict[str, dict[str, Any]]:
-        """The files in the journal, if it belongs to this conversion."""
+        """Returns the size and hash of each file in the journal, if the unfinished folder belongs to this conversion."""
         if not self.folder.exists():
             return {}
         if not (self.folder / JOURNAL).is_file():
@@ -148,7 +154,7 @@ class StagedFolder:
         )
 
     def _begin(self) -> None:
-        """Creates and locks the folder, with a journal of the files that are complete."""
+        """Creates and locks the folder, and writes its journal with the files that are complete."""
         with _FileErrors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._lock is None:
@@ -195,7 +201,7 @@ class StagedFolder:
 
 
 class StagedFile(StagedFolder):
-    """As `StagedFolder`, for one file of the target's name: the folder beside it holds the file until it is complete."""
+    """Writes a single file as `StagedFolder` writes a folder. The folder `TARGET.part` holds the file until it is complete."""
 
     def __init__(self, target: Path, identity: Identity | None, progress: Callable[[int], None] = lambda _: None):
         if target.exists() or target.is_symlink():
@@ -205,7 +211,7 @@ class StagedFile(StagedFolder):
 
     def __exit__(self, kind: Any, *rest: object) -> None:
         super().__exit__(kind, *rest)
-        # The part of a file that an error left is of no use.
+        # An incomplete file cannot be continued.
         if kind is not None and self._is_begun and not self.done:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -222,12 +228,12 @@ class StagedFile(StagedFolder):
 def write_staged(
     target: Path, file: File, identity: Identity | None, order: Order, progress: Callable[[int, int, int], None]
 ) -> None:
-    """Writes one file, completely or not at all. After a kill, the same call starts anew.
+    """Writes one file, completely or not at all. After the process was killed, the same call starts again.
 
     Args:
-        identity: what identifies this conversion.
-        order: returns the same numbers, contiguous in memory.
-        progress: called with bytes written since the last call, bytes in all, bytes kept from a process that was killed.
+        identity: a JSON object that identifies the conversion, as in `StagedFolder`.
+        order: makes a slab contiguous in memory.
+        progress: called with (bytes written since the last call, bytes of the file, bytes kept from an earlier process).
 
     Raises:
         BadInput: the target exists, or the disk is too small.
@@ -244,21 +250,21 @@ def write_staged(
 
 
 def _remove_rest(folder: Path) -> None:
-    """Removes a folder that holds nothing but a journal: that of a file which has been renamed to its target."""
+    """Removes a folder that holds only a journal, because its file has been renamed to the target."""
     if folder.is_dir() and [path.name for path in folder.iterdir()] == [JOURNAL]:
         shutil.rmtree(folder)
 
 
 def is_occupied(target: Path) -> bool:
-    """Whether a folder at the target is in the way. Also finishes a conversion that was killed after its rename but before its
-    journal was removed."""
+    """Returns whether the target exists and is not an empty folder. First removes the journal of a conversion that was killed between
+    its rename and the removal of the journal."""
     if (target / JOURNAL).is_file():
         (target / JOURNAL).unlink()
     return target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir())))
 
 
 def _journal(path: Path) -> list[dict[str, Any]]:
-    """The journal's lines, up to one that was torn by a kill."""
+    """Reads the lines of a journal, up to a line that is incomplete because the process was killed."""
     lines = []
     for line in path.read_text(errors="replace").splitlines():
         try:
@@ -277,7 +283,7 @@ def _clear(folder: Path) -> None:
 
 
 class _FileErrors:
-    """Turns errors of the operating system about files into ours."""
+    """Converts errors of the operating system about files to errors of this project."""
 
     def __init__(self, folder: Path):
         self.folder = folder

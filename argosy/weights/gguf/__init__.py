@@ -1,1 +1,1 @@
-"""GGUF files."""
+"""Reads and writes GGUF files."""

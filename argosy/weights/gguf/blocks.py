@@ -1,8 +1,10 @@
-"""The weights of a GGUF file that are its tensors up to the order of whole rows, so that their blocks can be used as they lie.
+"""Finds the weights of a GGUF file whose quantized blocks can be used without decoding them.
 
-llama.cpp's blocks run along the summed axis of a product. A `KeyMap` only moves numbers, so two probes show whether a weight keeps
-whole rows. Read from a tensor that holds row numbers, it must be constant along its summed axis. Read from a tensor that holds column
-numbers, it must count 0, 1, 2 ... there. Rotary rows in another order, rows of fused tensors and experts pass; others become floats.
+A weight qualifies if it equals a tensor of the file up to a permutation of whole rows, because llama.cpp's blocks run along the summed
+axis of a product. A `KeyMap` only moves numbers, so two probes decide. In the first, every number of the file's tensor is replaced by
+its row number; the weight must then be constant along its summed axis. In the second, every number is replaced by its column number;
+the weight must then read 0, 1, 2 ... along that axis. Permuted rotary rows, rows of fused tensors and experts qualify. Other weights
+are decoded to floats.
 """
 
 import math
@@ -22,18 +24,18 @@ from argosy.ops.native.codes import PANEL
 from argosy.ops.native.products import Panels
 from argosy.weights.hub.reader import MappedTensors
 
-# Rows that are compared at a time.
+# The number of rows that are compared at a time.
 AT_ONCE = 256
 
 
 @dataclass(frozen=True)
 class BlockRows:
-    """A weight as rows of a tensor in blocks.
+    """A weight as rows of a tensor that is stored in blocks.
 
-    type: the type of the blocks.
-    raw: the tensor's bytes by row.
-    order: the tensor's row for each column of the product; of experts those of the first expert first.
-    shape, inner, first, experts: those of the weight, as in `Panels`.
+    type: the GGUF type of the blocks, such as Q4_K.
+    raw: the bytes of the tensor, [rows, bytes of a row].
+    order: the row of the tensor for each column of the product. Experts follow each other.
+    shape, inner, first, experts: the shape of the weight and the roles of its axes, as in `Panels`.
     """
 
     type: str
@@ -45,10 +47,10 @@ class BlockRows:
     experts: int = 0
 
     def packed(self, like: Any = None) -> Panels:
-        """The weight for products on a CPU. The file's bytes leave the process's memory.
+        """Packs the weight for products on a CPU. The pages of the file that were read are released from memory.
 
         Args:
-            like: as in `packed_blocks`.
+            like: the argument of `packed_blocks`.
         """
 
         def read(columns: slice) -> IntegerBlocks:
@@ -66,16 +68,16 @@ class BlockRows:
 
     @property
     def nbytes(self) -> int:
-        """The size of the packed weight."""
+        """The size of the packed weight in bytes."""
         first_row = blocks(self.type, self.raw[:1])
         return packed_bytes(len(self.order), first_row, CODES[self.type])
 
 
 class BlockedWeights:
-    """The weights of a file, by our names.
+    """The weights of a GGUF file that can be used in their blocks, by this project's parameter names.
 
     Args:
-        mapped: the file's tensors as floats.
+        mapped: reads the file's tensors as floats under these names.
     """
 
     def __init__(self, file: GGUF, mapped: MappedTensors):
@@ -84,15 +86,15 @@ class BlockedWeights:
 
     @property
     def has_changed(self) -> bool:
-        """Whether the file is no longer the one that was opened: a program may have written into it."""
+        """Whether another program has changed or replaced the file since it was opened."""
         return self._stamp != _stamp(self.file)
 
     def of(self, name: str, inner: int, first: bool, has_experts: bool = False) -> BlockRows | None:
-        """A weight as rows of a tensor; None if it is not one.
+        """Returns a weight as rows of a tensor in blocks; None if its blocks cannot be used.
 
         Args:
-            inner, first: which of its axes are summed, as in `Panels`.
-            has_experts: whether it has a matrix for each expert, along the first axis.
+            inner, first: the number of axes that the product sums, and whether these come first, as in `Panels`.
+            has_experts: whether the first axis of the weight is that of experts.
         """
         if name not in self.mapped.names:
             return None
@@ -113,7 +115,8 @@ class BlockedWeights:
         return BlockRows(kind, raw.reshape(-1, raw.shape[-1]), rows[:, 0].copy(), ours, inner, first, experts)
 
     def _numbers(self, name: str, theirs: str, by_row: bool, inner: int, first: bool, experts: int) -> np.ndarray | None:
-        """The numbers of their tensor's rows or columns where the weight has its own, [kept summed]; None if made from several."""
+        """For each number of the weight, the row or column of the file's tensor that it comes from, [kept summed]. None if the weight
+        is made from several tensors."""
         places = IndexTensors(self.mapped.reader, by_row)
         numbers = self.mapped.with_reader(places).read(name)
         if places.asked != {theirs}:
@@ -125,10 +128,10 @@ class BlockedWeights:
 
 
 class Origin:
-    """The blocks that float weights were read from, as long as the weights are the same arrays and the file is as it was.
+    """The blocks that float weights were read from. They are given only while a weight is the same array and the file is unchanged.
 
     Args:
-        weights: by address.
+        weights: the arrays that were read, by parameter name. They are referenced weakly.
     """
 
     def __init__(self, blocks: BlockedWeights, weights: Mapping[str, Any]):
@@ -136,7 +139,8 @@ class Origin:
         self._of = {address: weakref.ref(a) for address, a in weights.items()}
 
     def rows(self, address: str, weight: Any, inner: int, first: bool) -> BlockRows | None:
-        """A weight as it lies in the file; None if it does not, or no longer. Other arguments are those of `BlockedWeights.of`."""
+        """Returns the blocks of a weight; None if its blocks cannot be used, or if the array or the file has changed. Other arguments
+        are those of `BlockedWeights.of`."""
         reference = self._of.get(address)
         if reference is None or reference() is not weight or weight.dtype != np.float32 or self.blocks.has_changed:
             return None
@@ -144,7 +148,15 @@ class Origin:
 
 
 class IndexTensors:
-    """Tensors of these names and shapes whose numbers say in which row they are, or in which column. `asked`: names that were read."""
+    """A reader of tensors that hold the row number, or the column number, of each of their elements.
+
+    Args:
+        like: the reader whose names and shapes these tensors have.
+        by_row: whether elements are row numbers, and not column numbers.
+
+    Attributes:
+        asked: the names that were read.
+    """
 
     def __init__(self, like: Any, by_row: bool):
         self.like, self.by_row = like, by_row

@@ -1,8 +1,8 @@
 """llama.cpp's architecture `deepseek2`: DeepSeek V2, V3, R1 and Kimi K2, which use latent attention.
 
-llama.cpp scores a group of experts by its best two experts. V2 defines the score as that of the best one, which is used here.
-Files from before September 2025 do not store the expert groups; all experts are then one group, as in llama.cpp at the time. The
-files do not contain the modules for multi-token prediction. Sources: llama.cpp's convert_hf_to_gguf.py and llama-model.cpp.
+llama.cpp scores a group of experts by its best two experts. The definition of V2 takes the score of the best expert, and so does this
+module. Files from before September 2025 do not store the expert groups. All experts are then one group, as in llama.cpp at the time.
+The files do not contain the modules for multi-token prediction. Sources: llama.cpp's convert_hf_to_gguf.py and llama-model.cpp.
 """
 
 from typing import Any
@@ -16,8 +16,8 @@ from argosy.weights.gguf.rows import Described, fused_row
 
 
 def read_deepseek2(meta: Metadata) -> Described:
-    """DeepSeek V2, V3, R1 and Kimi K2. Rotary pairs are interleaved, as on the Hub. Since April 2025 the key counting key heads
-    is 1, for the latent, and other keys give the head sizes."""
+    """Reads DeepSeek V2, V3, R1 and Kimi K2. Rotary pairs are interleaved, as on the Hub. In files since April 2025 the number of key
+    heads is 1, because the latent counts as one head, and other keys give the head sizes."""
     config = _config(meta)
     dense, sparse = range(config.dense), range(config.dense, config.layers)
     every = range(config.layers)
@@ -44,7 +44,7 @@ def _config(meta: Metadata) -> DeepSeekConfig:
 
 
 def _experts(meta: Metadata, first: int) -> Experts:
-    """The first layer with experts decides whether scores have a bias."""
+    """Reads the settings of the experts. Whether scores have a bias is read from `first`, the first layer with experts."""
     score = "sigmoid" if meta.get("expert_gating_func") == 2 else "softmax"
     width = meta.count("expert_feed_forward_length")
     return read_experts(
@@ -61,7 +61,7 @@ def _experts(meta: Metadata, first: int) -> Experts:
 
 
 def _sizes(meta: Metadata) -> dict[str, Any]:
-    """The sizes, with head sizes read from whichever keys this file uses for them."""
+    """Reads the sizes. The head sizes have different keys in files before and since April 2025."""
     absorbed = meta.get("attention.key_length_mla") is not None
     end, rank = ("_mla", meta.count("attention.kv_lora_rank")) if absorbed else ("", 0)
     heads = meta.count("attention.head_count")
@@ -86,7 +86,8 @@ def _sizes(meta: Metadata) -> dict[str, Any]:
 
 
 def _rope(meta: Metadata, rotary_size: int) -> Rope:
-    """YaRN. The key `yarn_log_multiplier` is a tenth of `mscale_all_dim`; `mscale` equals it in every released model."""
+    """Reads the settings of YaRN. `mscale_all_dim` is ten times the key `yarn_log_multiplier`, and `mscale` equals `mscale_all_dim` in
+    every released model."""
     rope = read_gguf_rope(meta, rotary_size).model_copy(update={"pairs": "interleaved"})
     if isinstance(rope.scaling, Yarn) and meta.get(sharpening := "rope.scaling.yarn_log_multiplier"):
         sharper = decimal(10 * meta.number(sharpening))

@@ -1,8 +1,8 @@
-"""llama.cpp's architectures with plain attention: settings from the metadata, rows for the tensors.
+"""Reads llama.cpp's architectures with plain attention: the settings from the metadata, and the table that maps tensors to parameters.
 
 Some facts are fixed in llama.cpp's code and stored under no key: which layers are local, how experts are weighted, how Gemma
-scales its scores. They are given here. Where llama.cpp deviates from a model's own definition (Phi 3's window, gpt-oss's YaRN
-ramp), the definition is followed. Sources: llama.cpp's convert_hf_to_gguf.py and llama-model.cpp.
+scales its scores. This module supplies them. Where llama.cpp deviates from a model's own definition (Phi 3's window, gpt-oss's YaRN
+ramp), this module follows the definition. Sources: llama.cpp's convert_hf_to_gguf.py and llama-model.cpp.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ WINDOW, PERIOD = "attention.sliding_window", "attention.sliding_window_pattern"
 
 
 def read_llama(meta: Metadata) -> Described:
-    """Llama, Mistral, Mixtral, and other models of the same structure."""
+    """Reads Llama, Mistral, Mixtral, and other models of the same structure."""
     sizes = read_sizes(meta)
     sizes |= {"window": meta.some(WINDOW), "rope": read_gguf_rope(meta, sizes["head_size"])}
     over = range(sizes["layers"])
@@ -39,17 +39,17 @@ def read_llama(meta: Metadata) -> Described:
 
 
 def read_qwen2(meta: Metadata) -> Described:
-    """Qwen 2 and 2.5."""
+    """Reads Qwen 2 and 2.5."""
     return _qwen(meta, read_sizes(meta))
 
 
 def read_qwen3(meta: Metadata) -> Described:
-    """Qwen 3, which normalises queries and keys over each head."""
+    """Reads Qwen 3, which normalizes queries and keys over each head."""
     return _qwen(meta, read_sizes(meta) | {"qk_norm": True})
 
 
 def read_qwen2moe(meta: Metadata) -> Described:
-    """Qwen 1.5 and 2 with experts and a gated shared expert."""
+    """Reads Qwen 1.5 and 2 with experts and a gated shared expert."""
     sizes, dense = _with_experts(meta)
     width, shared = _expert_width(meta, dense), meta.count("expert_shared_feed_forward_length", sizes["ffn"])
     moe = read_experts(meta, width, score="softmax", normalized=False, shared=shared, shared_gate=True)
@@ -57,19 +57,19 @@ def read_qwen2moe(meta: Metadata) -> Described:
 
 
 def read_qwen3moe(meta: Metadata) -> Described:
-    """Qwen 3 with experts."""
+    """Reads Qwen 3 with experts."""
     sizes, dense = _with_experts(meta)
     moe = read_experts(meta, _expert_width(meta, dense), score="softmax", normalized=True)
     return _qwen(meta, sizes | {"moe": moe, "dense": dense, "qk_norm": True})
 
 
 def _with_experts(meta: Metadata) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """Sizes, and the indices of the layers without experts."""
+    """Returns the sizes, and the indices of the layers without experts."""
     return read_sizes(meta), meta.without("blk.{l}.ffn_gate_inp.weight")
 
 
 def _expert_width(meta: Metadata, dense: tuple[int, ...]) -> int:
-    """The width of an expert; in files from before August 2024, only the tensors' shapes give it."""
+    """The feed-forward width of an expert. In files from before August 2024, only the shapes of tensors give it."""
     first = next((i for i in range(meta.layers) if i not in dense), 0)
     return meta.some("expert_feed_forward_length") or meta.axis(f"blk.{first}.ffn_gate_exps.weight", 1)
 
@@ -96,13 +96,13 @@ def _qwen(meta: Metadata, values: dict[str, Any]) -> Described:
 
 
 def read_gemma(meta: Metadata) -> Described:
-    """Gemma 1."""
+    """Reads Gemma 1."""
     sizes = read_sizes(meta)
     return _gemma(meta, sizes | {"rope": read_gguf_rope(meta, sizes["head_size"])}, rows.NORMS)
 
 
 def read_gemma2(meta: Metadata) -> Described:
-    """Gemma 2: local and global layers alternate, starting with a local one; scores and logits are capped."""
+    """Reads Gemma 2. Local and global layers alternate, starting with a local one, and scores and logits are soft-capped."""
     sizes = read_sizes(meta)
     meta.must(PERIOD, 2)
     values: dict[str, Any] = {"window": meta.count(WINDOW, 4096), "pattern": "LG"}
@@ -113,7 +113,7 @@ def read_gemma2(meta: Metadata) -> Described:
 
 
 def read_gemma3(meta: Metadata) -> Described:
-    """Gemma 3 (text): five local layers, then a global one; local and global layers have different rotary bases."""
+    """Reads Gemma 3 (text). Five local layers are followed by a global one, and the two kinds have different rotary bases."""
     sizes = read_sizes(meta)
     rope, window = read_gguf_rope(meta, sizes["head_size"]), meta.some(WINDOW)
     meta.must(PERIOD, 6)
@@ -127,13 +127,15 @@ POST_NORMS = rows.NORMS | {"post_attn_norm": "post_attention_norm", "post_mlp_no
 
 
 def _cap(meta: Metadata, key: str, otherwise: float | None) -> float | None:
-    """The cap of a soft cap: llama.cpp's default if the key is missing; 0 means no cap."""
+    """Reads the limit of a soft cap; None if there is no cap, for which files store 0. `otherwise`: llama.cpp's default, for files
+    without the key."""
     values = f"{meta.kind}.{key}" in meta.file.meta
     return (meta.number(key) if meta.get(key) else None) if values else otherwise
 
 
 def _query_scalar(sizes: dict[str, Any], largest: int) -> int:
-    """The 27B models scale scores differently. No key says so; like llama.cpp, this recognizes them by their number of layers."""
+    """Returns the number whose square root divides the scores: the head size, except in the 27B models. No key says so. As in
+    llama.cpp, these models are recognized by their number of layers, `largest`."""
     return sizes["width"] // sizes["heads"] if sizes["layers"] == largest else sizes["head_size"]
 
 
@@ -150,7 +152,7 @@ def _gemma(meta: Metadata, values: dict[str, Any], norms: dict[str, str]) -> Des
 
 
 def read_phi3(meta: Metadata) -> Described:
-    """Phi 3 and 4: fused projections, as on the Hub. A window as long as the context means no window."""
+    """Reads Phi 3 and 4, whose projections are fused as on the Hub. A window as long as the context means no window."""
     sizes, window = read_sizes(meta), meta.some(WINDOW)
     window = None if window is None or window >= sizes["context"] else window
     config = PhiConfig(**sizes, window=window, rope=read_gguf_rope(meta, sizes["head_size"], partial=True))
@@ -165,7 +167,8 @@ def read_phi3(meta: Metadata) -> Described:
 
 
 def read_gpt_oss(meta: Metadata) -> Described:
-    """gpt-oss: local and global layers alternate, starting with a local one; the SwiGLU limit is that of the released models."""
+    """Reads gpt-oss. Local and global layers alternate, starting with a local one. The limit of SwiGLU is that of the released models,
+    because no key stores it."""
     sizes = read_sizes(meta)
     rope = read_gguf_rope(meta, sizes["head_size"], truncate=False)
     meta.must("rope.freq_base_swa", rope.base)

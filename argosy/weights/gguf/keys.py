@@ -1,8 +1,8 @@
-"""The metadata of a GGUF file from a model's settings: what `families` and `metadata` read, in the other direction.
+"""Derives the metadata of a GGUF file from a model's settings, the inverse of `families` and `metadata`.
 
-Each function gives the keys of one family, without the architecture in front; `frequencies` the tensors that hold frequency factors.
-What has no key is left out here; `writer` reads the keys again and refuses a model that would come back as another one. Names of keys:
-gguf-py's constants.py; which of them a file has: llama.cpp's conversion/.
+Each function returns the architecture and the keys of one family, without the architecture's prefix. `frequencies` returns the tensors
+of frequency factors. Settings without a key are left out here. `writer` therefore reads the keys back, and refuses a model whose
+settings would change. Sources: gguf-py's constants.py for the names of keys, llama.cpp's conversion/ for the keys of each family.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ WINDOW = "attention.sliding_window"
 
 
 def describe_llama(config: LlamaConfig | MixtralConfig) -> tuple[str, Keys]:
-    """Llama, Mistral and Mixtral."""
+    """Describes Llama, Mistral and Mixtral."""
     keys = _sizes(config)
     if config.window is not None:
         keys[WINDOW] = config.window
@@ -32,7 +32,7 @@ def describe_llama(config: LlamaConfig | MixtralConfig) -> tuple[str, Keys]:
 
 
 def describe_qwen(config: QwenConfig) -> tuple[str, Keys]:
-    """Qwen 2, 2.5 and 3, with and without experts."""
+    """Describes Qwen 2, 2.5 and 3, with and without experts."""
     keys, moe = _sizes(config), config.moe
     if moe is not None:
         keys |= _experts(moe) | {"expert_feed_forward_length": moe.ffn}
@@ -42,7 +42,7 @@ def describe_qwen(config: QwenConfig) -> tuple[str, Keys]:
 
 
 def describe_gemma(config: GemmaConfig) -> tuple[str, Keys]:
-    """Gemma 1, 2 and 3."""
+    """Describes Gemma 1, 2 and 3."""
     keys = _sizes(config)
     if not config.post_norms:
         return "gemma", keys
@@ -58,18 +58,18 @@ def describe_gemma(config: GemmaConfig) -> tuple[str, Keys]:
 
 
 def describe_phi(config: PhiConfig) -> tuple[str, Keys]:
-    """Phi 3 and 4. 0 stands for no window."""
+    """Describes Phi 3 and 4. A window of 0 means no window."""
     return "phi3", _sizes(config) | {WINDOW: config.window or 0}
 
 
 def describe_gpt_oss(config: GptOssConfig) -> tuple[str, Keys]:
-    """gpt-oss."""
+    """Describes gpt-oss."""
     keys = _sizes(config) | _experts(config.moe) | {"expert_feed_forward_length": config.moe.ffn}
     return "gpt-oss", keys | ({WINDOW: config.window} if config.window is not None else {})
 
 
 def _sizes(config: Any) -> Keys:
-    """Keys of every decoder."""
+    """Returns the keys that every decoder has."""
     keys = {
         "vocab_size": config.vocab,
         "context_length": config.context,
@@ -107,7 +107,7 @@ def _rope(rope: Rope) -> Keys:
 
 
 def frequencies(config: Any) -> dict[str, np.ndarray]:
-    """The divisors of the frequencies, one for each rotary pair, where a file has them as tensors."""
+    """The divisors of the rotary frequencies, one for each rotary pair, by tensor name. Empty where a file has no such tensors."""
     rope, size = config.rope, config.rope.rotated_size(config.H)
     if isinstance(rope.scaling, LongRope):
         return {name: np.asarray(a, np.float32) for name, a in ((ROPE_LONG, rope.scaling.long), (ROPE_SHORT, rope.scaling.short))}

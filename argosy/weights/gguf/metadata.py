@@ -1,8 +1,8 @@
-"""The metadata of a GGUF file, key by key: sizes, rotary positions, experts.
+"""Reads the metadata of a GGUF file: sizes, rotary positions, experts.
 
-Every key that is read is recorded, and so is every mistake. A key that the file has but nothing read could change the numbers
-without notice, so it is refused together with the mistakes, all at once. As in llama.cpp, 0, false and the empty text count as
-absent. This module knows the keys that architectures share, but no architecture; tensor names are in `gguf.rows`.
+`Metadata` records every key that is read, and every mistake. A key of the file that nothing has read could change the results without
+notice, so it is a mistake too, and all mistakes are reported at once. As in llama.cpp, 0, false and the empty text count as absent.
+This module knows the keys that architectures share, but no architecture. Tensor names are in `gguf.rows`.
 """
 
 import math
@@ -15,7 +15,7 @@ from argosy.core.formats import quote_name
 from argosy.core.formats.gguf import GGUF
 from argosy.models.settings import Experts, LinearScaling, Llama3Scaling, LongRope, Rope, Yarn
 
-# Keys without effect on the computation here: sizes that the tensors' shapes give too, and details of training.
+# Keys that do not affect the computation here: sizes that the shapes of tensors give too, and details of training.
 HARMLESS = frozenset(
     """vocab_size tensor_data_layout pooling_type expert_shared_count attention.layer_norm_epsilon
     rope.scaling.finetuned rope.scaling.original_context_length""".split()  # noqa: SIM905
@@ -29,7 +29,11 @@ Scaling = LinearScaling | Llama3Scaling | Yarn | LongRope
 
 
 class Metadata:
-    """The keys of one file's architecture, without the architecture's name in front."""
+    """Reads the keys of a file's architecture by their names without the architecture's prefix, and collects mistakes in `problems`.
+
+    kind: the architecture, such as `llama`.
+    asked: the keys that were read.
+    """
 
     def __init__(self, file: GGUF):
         self.file, self.kind = file, str(file.meta.get(KIND))
@@ -38,14 +42,14 @@ class Metadata:
 
     @property
     def unasked(self) -> list[str]:
-        """The keys of this architecture in the file that nothing has read."""
+        """Messages about the keys of this architecture that nothing has read."""
         start, expected = f"{self.kind}.", self.asked | HARMLESS
         keys = {key.removeprefix(start): value for key, value in self.file.meta.items() if key.startswith(start)}
         unread = {key: value for key, value in keys.items() if key not in expected and _is_present(value)}
         return [f"{quote_name(start + key)} = {quote_name(str(value), 40)} is not understood" for key, value in unread.items()]
 
     def get(self, key: str) -> Any:
-        """The value of a key, None if it is absent. A list with the same value for every layer is returned as that one value."""
+        """Returns the value of a key; None if it is absent. A list with the same value for every layer is returned as that value."""
         self.asked.add(key)
         value = self.file.meta.get(f"{self.kind}.{key}")
         if isinstance(value, np.ndarray) and value.size and (value == value.flat[0]).all():
@@ -53,7 +57,7 @@ class Metadata:
         return value if _is_present(value) else None
 
     def some(self, key: str) -> int | None:
-        """A count that may be absent."""
+        """Reads a positive integer; None if it is absent or, with a recorded mistake, something else."""
         value = self.get(key)
         if value is None or (type(value) is int and value > 0):
             return value
@@ -61,14 +65,14 @@ class Metadata:
         return None
 
     def count(self, key: str, otherwise: int | None = None) -> int:
-        """Reads a count. If it is missing and there is no `otherwise`, records the mistake and returns 1."""
+        """Reads a positive integer. If it is missing and there is no `otherwise`, records a mistake and returns 1."""
         value = self.some(key) or otherwise
         if value is None:
             self.add_problem(key, "is missing")
         return value or 1
 
     def number(self, key: str, otherwise: float | None = None) -> float:
-        """A number. If it is missing, records the mistake and returns 1."""
+        """Reads a number. If it is missing and there is no `otherwise`, records a mistake and returns 1."""
         value = self.get(key)
         value = otherwise if value is None else value
         if isinstance(value, int | float) and math.isfinite(short := decimal(value)):
@@ -77,7 +81,7 @@ class Metadata:
         return 1.0
 
     def must(self, key: str, *allowed: Any) -> None:
-        """Records a mistake unless the key is absent or has one of the allowed values. Here false counts as present."""
+        """Records a mistake unless the key is absent or has one of the allowed values. Unlike in `get`, false counts as present."""
         value = self.get(key)
         value = False if self.file.meta.get(f"{self.kind}.{key}") is False else value
         value = decimal(value) if isinstance(value, float) else value
@@ -92,7 +96,7 @@ class Metadata:
         return tensor in self.file.names
 
     def axis(self, tensor: str, at: int) -> int:
-        """The size of a tensor's axis. If tensor or axis is missing, records the mistake and returns 1."""
+        """Returns the size of axis `at` of a tensor. If the tensor or the axis is missing, records a mistake and returns 1."""
         shape = self.file.shape(tensor) if self.has(tensor) else ()
         if len(shape) > at:
             return shape[at]
@@ -101,10 +105,10 @@ class Metadata:
 
     @property
     def layers(self) -> int:
-        """The number of layers, bounded by the number of tensors because lists of this length are built.
+        """The number of layers.
 
         Raises:
-            Damaged: more layers than tensors.
+            Damaged: there are more layers than tensors. Without this bound, a damaged file could make lists of any length.
         """
         layers = self.count("block_count")
         if layers > len(self.file.names):
@@ -112,12 +116,12 @@ class Metadata:
         return layers
 
     def without(self, tensor: str) -> tuple[int, ...]:
-        """The layers without a tensor of this name, in which `{l}` stands for the layer."""
+        """Returns the indices of the layers that lack a tensor. In the name `tensor`, `{l}` stands for the index of the layer."""
         return tuple(i for i in range(self.layers) if not self.has(tensor.replace("{l}", str(i))))
 
 
 def read_sizes(meta: Metadata) -> dict[str, Any]:
-    """The sizes that every decoder has."""
+    """Reads the sizes that every decoder has, as arguments of its config."""
     width, heads = meta.count("embedding_length"), meta.count("attention.head_count")
     size = meta.count("attention.key_length", width // heads or None)
     meta.must("attention.value_length", size)
@@ -137,8 +141,13 @@ def read_sizes(meta: Metadata) -> dict[str, Any]:
 
 
 def read_experts(meta: Metadata, width: int, *, score: Score, normalized: bool, **more: Any) -> Experts:
-    """A mixture of experts of this width. `more`: further settings. A fact that the architecture fixes may also be in the file,
-    but only with the same value."""
+    """Reads the settings of a mixture of experts.
+
+    Args:
+        width: the feed-forward width of an expert.
+        score, normalized: the values that the architecture fixes. Keys of the file may repeat them, but not differ.
+        more: further settings of `Experts`.
+    """
     meta.must("expert_gating_func", {"softmax": 1, "sigmoid": 2, "softmax_chosen": 3}[score])
     meta.must("expert_weights_norm", normalized)
     count, active = meta.count("expert_count"), meta.count("expert_used_count")
@@ -147,12 +156,12 @@ def read_experts(meta: Metadata, width: int, *, score: Score, normalized: bool, 
 
 
 def read_gguf_rope(meta: Metadata, size: int, *, partial: bool = False, truncate: bool = True) -> Rope:
-    """Rotary positions, from keys and from the tensors that hold frequency factors.
+    """Reads the settings of rotary positions from the keys and from the tensors of frequency factors.
 
     Args:
         size: the head size.
-        partial: whether only a part of each head may be rotated.
-        truncate: whether YaRN's ramp ends at whole dimensions; no key stores this.
+        partial: whether the architecture permits that only a part of each head is rotated.
+        truncate: whether YaRN's ramp ends at whole dimensions. No key stores this.
     """
     rotary_size = meta.count("rope.dimension_count", size)
     if rotary_size > size or not (partial or rotary_size == size):
@@ -163,7 +172,8 @@ def read_gguf_rope(meta: Metadata, size: int, *, partial: bool = False, truncate
 
 
 def _scaling(meta: Metadata, base: float, rotary_size: int, truncate: bool) -> Scaling | None:
-    """Frequency factors from tensors, otherwise from keys. A factor without a type means linear scaling."""
+    """Reads the rotary scaling from the tensors of frequency factors, otherwise from keys. A factor without a type means linear
+    scaling."""
     factor = meta.get("rope.scaling.factor")
     kind = meta.get("rope.scaling.type") or ("linear" if factor else "none")
     built: tuple[str, ...] = ("none", "linear", "yarn")
@@ -215,7 +225,8 @@ def _longrope(meta: Metadata, rotary_size: int) -> LongRope | None:
 
 
 def _factors(meta: Metadata, name: str, rotary_size: int) -> np.ndarray | None:
-    """The divisors of the frequencies, one for each rotary pair."""
+    """Reads the divisors of the rotary frequencies, one for each rotary pair. If their number is wrong, records a mistake and returns
+    None."""
     if (count := meta.axis(name, 0)) == rotary_size // 2:
         return meta.file.read(name)
     meta.problems.append(f"`{name}` has {count} factors for {rotary_size // 2} rotary pairs")
@@ -223,11 +234,11 @@ def _factors(meta: Metadata, name: str, rotary_size: int) -> np.ndarray | None:
 
 
 def llama3(divisors: np.ndarray, base: float) -> Llama3Scaling:
-    """The settings of Llama 3.1's scaling that give these divisors of the frequencies. The largest divisor is the factor. A
-    divisor on the ramp determines the original context; if there is none, it is that of the released models.
+    """Recovers the settings of Llama 3.1's rotary scaling from the divisors of the frequencies. The largest divisor is the factor. A
+    divisor on the ramp determines the original context. Without one, the original context is that of the released models.
 
     Raises:
-        BadInput: no settings give these divisors.
+        BadInput: no settings result in these divisors.
     """
     unknown = BadInput(f"the factors in {ROPE_FREQS} match no known scaling", hint="use the model's Hub folder")
     if not (np.isfinite(divisors).all() and divisors.min() > 0.999):
@@ -246,13 +257,13 @@ def llama3(divisors: np.ndarray, base: float) -> Llama3Scaling:
 
 
 def decimal(value: Any) -> float:
-    """The short decimal that was stored as this float32: 1e-05, not 9.999999747378752e-06."""
+    """Returns the shortest decimal that rounds to this float32: 1e-05, not 9.999999747378752e-06."""
     with np.errstate(over="ignore"):
         return float(str(np.float32(value)))
 
 
 def rotary_share(part: int, total: int) -> float:
-    """part / total, adjusted so that int(total * share) is part again: 49 * (1 / 49) is less than 1."""
+    """Returns part / total, rounded up where int(total * share) would otherwise not be `part`: 49 * (1 / 49) is less than 1."""
     exact = part / total
     return exact if int(total * exact) == part else math.nextafter(exact, 1.0)
 

@@ -1,9 +1,9 @@
-"""Which tensor of a GGUF file is stored in which type: llama.cpp's mixtures, by the names of its quantizer.
+"""Selects the type of each tensor of a GGUF file for a preset of llama.cpp's quantizer, such as `q4_k_m`.
 
-The output matrix, which is the embedding where they are tied, is in Q6_K, or Q8_0 in `q8_0`. In `q4_k_m` and `q5_k_m` values and down
-projections of the first and last eighth of the layers, and of every third one between, are in Q6_K. Norms, biases and routers are
-float32. Rows that are not a whole number of blocks of 256 take a type with blocks of 32, and of others float16. Source: llama.cpp's
-src/llama-quant.cpp at b11434, without importances.
+The output matrix (the embedding, if tied) is in Q6_K, or in Q8_0 for `q8_0`. In `q4_k_m` and `q5_k_m`, some value and down projections
+are in Q6_K: those of the first and last eighth of the layers, and of every third layer between. Norms, biases and routers are float32.
+If the rows of a tensor are not whole blocks of 256 numbers, it takes a type with blocks of 32. If they are not whole blocks of 32
+either, it takes float16. Source: llama.cpp's src/llama-quant.cpp at b11434, without importance matrices.
 """
 
 import re
@@ -19,9 +19,9 @@ from argosy.core.formats.quants import BY_NAME
 class Mixture:
     """The tensor types of a GGUF preset.
 
-    type: type of most matrices.
-    number: the file's type in `general.file_type`.
-    more: whether values and down projections of some layers have more bits.
+    type: the type of most matrices.
+    number: the value of `general.file_type` for this preset.
+    more: whether the value and down projections of some layers get more bits.
     """
 
     type: str
@@ -40,15 +40,15 @@ MIXTURES = {
     "q4_1": Mixture("Q4_1", 3),
     "q4_0": Mixture("Q4_0", 2),
 }
-# Of types with blocks of 256, those with blocks of 32 that take their place.
+# The type with blocks of 32 that replaces each type with blocks of 256.
 NARROWER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
 
 def mixture(name: str) -> Mixture:
-    """The mixture of a name.
+    """Returns the preset of this name, in upper or lower case.
 
     Raises:
-        BadInput: there is none.
+        BadInput: there is no such preset.
     """
     if name.lower() not in MIXTURES:
         raise BadInput(f"no preset `{name}` of GGUF files", where="set by preset", hint=nearest(name, MIXTURES))
@@ -56,12 +56,12 @@ def mixture(name: str) -> Mixture:
 
 
 def is_float32(name: str, shape: Shape) -> bool:
-    """Whether a tensor is float32 in every file."""
+    """Returns whether a tensor is float32 in every preset."""
     return len(shape) < 2 or not name.endswith(".weight") or name.endswith("_norm.weight") or "ffn_gate_inp" in name
 
 
 def type_of(name: str, shape: Shape, mixture: Mixture, config: Any, architecture: str) -> str:
-    """The type of a tensor, by its name in the file."""
+    """Returns the type of a tensor, given its name in the file."""
     if is_float32(name, shape):
         return "F32"
     if BY_NAME[mixture.type].dtype is not None:
@@ -70,7 +70,7 @@ def type_of(name: str, shape: Shape, mixture: Mixture, config: Any, architecture
 
 
 def usual_type(name: str, shape: Shape, mixture: Mixture, config: Any, architecture: str) -> str:
-    """The type of a matrix if its rows are whole numbers of blocks."""
+    """Returns the type of a matrix under the assumption that its rows are whole blocks of that type."""
     if name == "output.weight" or (name == "token_embd.weight" and config.tied):
         return "Q8_0" if mixture.type == "Q8_0" or shape[-1] % BY_NAME[mixture.type].values else "Q6_K"
     eight = config.experts is not None and config.experts.count == 8
@@ -95,7 +95,7 @@ def _has_more_bits(name: str, layers: int) -> bool:
 
 
 def _fitting(name: str, width: int) -> str:
-    """The type, or the one that takes its place in rows of this width."""
+    """Returns the type `name`, or the type that replaces it where rows of this width are not whole blocks."""
     if width % BY_NAME[name].values:
         name = NARROWER.get(name, name)
     return "F16" if width % BY_NAME[name].values else name

@@ -1,8 +1,8 @@
-"""Reads GGUF files: a model's settings from the metadata, its weights through a table of names like the Hub's.
+"""Reads GGUF files: the settings from the metadata, and the weights through a table of tensor names, as for Hub folders.
 
-llama.cpp changes some weights when it converts a model, and these changes are undone here: interleaved rotary pairs, frequency
-factors stored as tensors, Gemma's norm scales plus one. Metadata that nothing here understands is refused, together with every
-other mistake. The architectures are in `gguf.families` and `gguf.deepseek`.
+llama.cpp changes some weights when it converts a model, and this module undoes the changes: interleaved rotary pairs, frequency
+factors stored as tensors, and the 1 added to Gemma's norm scales. Keys that are not understood are refused, and reported together with
+all other mistakes. The architectures are in `gguf.families` and `gguf.deepseek`.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ def open_gguf(path: Path) -> OpenedModel:
     """Opens a GGUF file.
 
     Raises:
-        BadInput: the architecture is not built, the metadata do not describe a model or contain keys that are not understood, or
-            tensors are missing, unexpected or of the wrong shape. Each kind is reported completely.
+        BadInput: the architecture is not implemented, the metadata describe no model or have keys that are not understood, or tensors
+            are missing, unexpected or of the wrong shape. All mistakes of one kind are reported at once.
         Damaged: the file contradicts itself.
     """
     file = GGUF.open(path)
@@ -46,7 +46,7 @@ def open_gguf(path: Path) -> OpenedModel:
 
 
 def _model(read: Callable[[Metadata], Described], meta: Metadata) -> Described:
-    """The model a file describes. Mistakes found in the metadata are reported first, because later failures follow from them."""
+    """Reads the model that a file describes. Mistakes in the metadata are reported first, because later failures follow from them."""
     model, problems = None, []
     try:
         model = read(meta)
@@ -61,7 +61,7 @@ def _model(read: Callable[[Metadata], Described], meta: Metadata) -> Described:
 
 
 def _hub(config: LanguageConfig, meta: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of this model: the architecture if the Hub has it, and the ids of the first and last token."""
+    """Returns a config.json for this model: the architecture, if the Hub has it, and the ids of the special tokens."""
     try:
         hub = config.to_hub()
     except Unsupported:
@@ -79,7 +79,7 @@ def _token(meta: dict[str, Any], name: str) -> int | None:
 
 
 def without_norm_offset(file: GGUF) -> TensorReader:
-    """The tensors, without the 1 that llama.cpp added to norm scales."""
+    """Returns a reader of the tensors that subtracts the 1 that llama.cpp added to norm scales."""
     norms = dict.fromkeys((name for name in file.names if name.endswith("_norm.weight")), np.dtype(np.float32))
 
     def change(name: str, read: Callable[[], np.ndarray], _part: int | None) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""llama.cpp's tensor names as rows of a `KeyMap`: what the architectures share.
+"""Rows of a `KeyMap` for llama.cpp's tensor names, as far as architectures share them.
 
 llama.cpp keeps the row order of the Hub's weights, except for the architecture `llama`, whose queries and keys have interleaved
-rotary pairs. It stacks experts, and splits what the Hub interleaves. Names: gguf-py's constants.py.
+rotary pairs. It stacks the experts of a layer, and splits weights that the Hub interleaves. Source of names: gguf-py's constants.py.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,17 @@ from argosy.weights.gguf.metadata import Metadata
 
 BLOCK = "blk.{l}."
 NORMS = {"attn_norm": "attn_norm", "mlp_norm": "ffn_norm"}
-# Interleaved pairs on their side, halves on ours.
+# The letters of the rows of queries and keys in the file. The two numbers of a rotary pair are neighbors there.
 PAIRS = {"N": "(N P two)", "K": "(K P two)"}
 PLAIN = {"N": "(N H)", "K": "(K H)"}
 
 
 class Described(NamedTuple):
-    """The model a file describes. `raised`: its norm scales are stored plus one."""
+    """The model that a file describes.
+
+    rows, sizes: the table that maps tensors to parameters, and the sizes of its letters.
+    raised: whether the file stores norm scales plus one.
+    """
 
     config: LanguageConfig
     rows: list[KeyRow]
@@ -30,32 +34,38 @@ class Described(NamedTuple):
 
 
 def layer_rows(layers: Sequence[int], *names: tuple[str, str, str]) -> list[KeyRow]:
-    """The rows of each layer, from (their name, ours, how)."""
+    """Returns the rows of each layer, from (name in the file, our name, equation)."""
     return of_layers(layers, *names, prefix=BLOCK)
 
 
 def fused_row(layers: Sequence[int], tensor: str, names: tuple[str, ...], equation: str) -> KeyRow:
-    """A row for one of their tensors that holds several weights of ours."""
+    """Returns a row for a tensor of the file that holds several of our weights."""
     return KeyRow(BLOCK + tensor, tuple(f"layers.{{l}}.{name}" for name in names), equation, layers)
 
 
 def end_rows(tied: bool) -> list[KeyRow]:
-    """The rows of embedding, final norm and head."""
+    """Returns the rows of the embedding, the final norm and, unless it is tied, the head."""
     rows = [KeyRow("token_embd.weight", "embed.w", "V D -> V D"), KeyRow("output_norm.weight", "norm.scale", "D -> D")]
     return rows if tied else [*rows, KeyRow("output.weight", "head.w", "V D -> D V")]
 
 
 def norm_rows(layers: Sequence[int], names: dict[str, str]) -> list[KeyRow]:
-    """Rows of norms over the model's width.
+    """Returns the rows of norms over the model's width.
 
     Args:
-        names: our name of each norm -> theirs.
+        names: our name of each norm -> its name in the file.
     """
     return layer_rows(layers, *((f"{theirs}.weight", f"{ours}.scale", "D -> D") for ours, theirs in names.items()))
 
 
 def attention_rows(layers: Sequence[int], *, paired: bool = False, bias: bool = False, out_bias: bool = False) -> list[KeyRow]:
-    """The four projections. `paired`: rotary pairs are interleaved."""
+    """Returns the rows of the four projections of attention.
+
+    Args:
+        paired: whether the two numbers of a rotary pair are neighbors in the file.
+        bias: whether queries, keys and values have biases.
+        out_bias: whether the output projection has a bias.
+    """
     theirs, rotary = (PAIRS, "(two P)") if paired else (PLAIN, "H")
     rows = layer_rows(
         layers,
@@ -75,7 +85,7 @@ def attention_rows(layers: Sequence[int], *, paired: bool = False, bias: bool = 
 
 
 def head_norm_rows(layers: Sequence[int]) -> list[KeyRow]:
-    """The norms layers each head of queries and keys."""
+    """Returns the rows of the norms over each head of queries and keys."""
     return layer_rows(
         layers,
         ("attn_q_norm.weight", "attn.q_norm.scale", "H -> H"),
@@ -84,7 +94,13 @@ def head_norm_rows(layers: Sequence[int]) -> list[KeyRow]:
 
 
 def glu_rows(layers: Sequence[int], end: str = "", name: str = "mlp", width: str = "F", *, bias: bool = False) -> list[KeyRow]:
-    """A gated feed-forward layer of this width. `end`: the ending of their names, `_shexp` for the shared expert."""
+    """Returns the rows of a gated feed-forward layer.
+
+    Args:
+        end: the suffix of the names in the file, `_shexp` for the shared expert.
+        name: our name of the layer.
+        width: the letter of the feed-forward width.
+    """
     rows = layer_rows(
         layers,
         (f"ffn_gate{end}.weight", f"{name}.gate.w", f"{width} D -> D {width}"),
@@ -102,7 +118,8 @@ def glu_rows(layers: Sequence[int], end: str = "", name: str = "mlp", width: str
 
 
 def expert_rows(meta: Metadata, layers: Sequence[int]) -> list[KeyRow]:
-    """A router, and one tensor for all experts of a layer; in files from before April 2024, one tensor per expert.
+    """Returns the rows of the router and of the experts, which are stacked in one tensor. Files from before April 2024 have one tensor
+    per expert.
 
     Raises:
         Damaged: there are more experts than tensors in a file with one tensor per expert.
@@ -126,5 +143,5 @@ def expert_rows(meta: Metadata, layers: Sequence[int]) -> list[KeyRow]:
 
 
 def shared_expert_rows(layers: Sequence[int]) -> list[KeyRow]:
-    """The expert that every token passes through."""
+    """Returns the rows of the shared expert, which every token passes through."""
     return glu_rows(layers, "_shexp", "mlp.shared", "shared")

@@ -1,7 +1,7 @@
-"""Writes GGUF files: a model's settings as metadata, its weights through the tables by which the reader reads them, its tokenizer.
+"""Writes GGUF files: a model's settings as metadata, its weights through the reader's tables of names, and its tokenizer.
 
-The metadata are read again before anything is written: settings that have no key, such as a window of Qwen's, would otherwise be lost
-without notice. llama.cpp's changes of weights are made here as the reader undoes them.
+The metadata are read back before anything is written. Otherwise settings that have no key, such as a window of Qwen's, would be lost
+without notice. The module changes weights as llama.cpp does, which the reader undoes.
 """
 
 import math
@@ -29,7 +29,7 @@ from argosy.weights.gguf.rows import Described
 from argosy.weights.staging import write_staged
 from argosy.weights.stream import in_order
 
-# The tensors that tell a reader which parts a model has, by the weights that they hold.
+# Tensors whose presence or shape is part of the description of a model, by the parameter that they hold.
 TELLING = {
     "embed.w": "token_embd.weight", "head.w": "output.weight",
     "attn_norm.scale": "attn_norm.weight", "attn.q.b": "attn_q.bias", "attn.o.b": "attn_output.bias", "mlp.gate.b": "ffn_gate.bias",
@@ -42,7 +42,7 @@ QUANTIZATION_VERSION = 2
 
 @dataclass(frozen=True)
 class GGUFContent:
-    """What a file will hold."""
+    """The contents of a GGUF file that is to be written."""
 
     meta: dict[str, Any]
     tensors: list[EncodedTensor]
@@ -51,8 +51,11 @@ class GGUFContent:
         return gguf_file(name, self.meta, self.tensors)
 
     def write(self, target: Path, identity: Mapping[str, Any] | None, progress: Callable[[int, int, int], None]) -> None:
-        """Writes the file, completely or not at all. Arguments and errors as `staging.write_staged`; and BadInput: a weight is not
-        finite."""
+        """Writes the file, completely or not at all. Other arguments and errors are those of `staging.write_staged`.
+
+        Raises:
+            BadInput: a weight is not finite.
+        """
         write_staged(target, self.file(target.name), identity, in_order, progress)
 
 
@@ -66,13 +69,14 @@ def gguf_content(
     name: str = "",
     say: Callable[[str], None] = lambda _: None,
 ) -> GGUFContent:
-    """Metadata and tensors of a model. Nothing is read yet.
+    """Returns the metadata and tensors of a model's GGUF file. Weights are read only when it is written.
 
     Args:
-        weights: by per-layer name.
-        mixture: the types of the tensors; None: as the weights have them, and float32 where llama.cpp needs it.
-        hub: its config.json, for the tokens that end a text.
-        name: of the model.
+        weights: the weights, by per-layer name.
+        mixture: the types of the tensors. None keeps the types of the weights, and float32 where llama.cpp needs it.
+        hub: the contents of config.json, which has the tokens that end a text.
+        name: the name of the model in the metadata.
+        say: called with each message for the user.
 
     Raises:
         Unsupported: llama.cpp has no table for this family, or no key for a setting.
@@ -103,10 +107,10 @@ def gguf_content(
 
 
 def _describe(config: Any, outline: "Outline") -> Described:
-    """How the reader will see the file.
+    """Reads the outline of the file as the reader will read the file.
 
     Raises:
-        Unsupported: it would see another model.
+        Unsupported: the reader would see a model with other settings.
     """
     meta = Metadata(outline)  # type: ignore[arg-type]
     described = None
@@ -123,9 +127,10 @@ def _describe(config: Any, outline: "Outline") -> Described:
 
 
 class Outline:
-    """A file that is not written yet, as far as `Metadata` looks at it.
+    """Stands for a file that is not written yet, as far as `Metadata` reads it.
 
-    shapes: of the tensors that tell which parts the model has.
+    shapes: the shapes of the tensors in `TELLING`, by name in the file.
+    arrays: the tensors of frequency factors, by name in the file.
     """
 
     def __init__(self, meta: dict[str, Any], shapes: Mapping[str, Shape], arrays: Mapping[str, np.ndarray]):
@@ -154,10 +159,10 @@ def _telling(weights: TensorReader) -> dict[str, Shape]:
 
 
 def _differences(ours: Any, theirs: Any) -> Iterable[str]:
-    """The settings that would come back with other values. Numbers are float32 in a file."""
+    """Yields the settings whose values the file would change. Numbers are compared as float32, as files store them."""
     a, b = (dict(_flat(config.resolved().model_dump())) for config in (ours, theirs))
     same_turns = _turns(ours) == _turns(theirs)
-    # The number of turned features counts, of which the share is one of many.
+    # Only the number of rotated features matters, and several shares result in the same number.
     same_part = ours.rope.rotated_size(ours.H) == theirs.rope.rotated_size(theirs.H)
     for key in sorted(a.keys() | b.keys()):
         if key in OF_TRAINING or (same_turns and key.startswith("rope.scaling.")) or (same_part and key == "rope.part"):
@@ -183,7 +188,8 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _turns(config: Any) -> Any:
-    """What the rotary scaling comes to, to five digits; None for one that depends on the length."""
+    """The scaled rotary frequencies and the attention factor, to five digits. NaN, which equals nothing, where they depend on the
+    length of the sequence."""
     rope: Rope = config.rope
     try:
         frequencies, factor = rope.frequencies(rope.rotated_size(config.H))
@@ -193,26 +199,26 @@ def _turns(config: Any) -> Any:
 
 
 def _own_type(entry: TensorEntry) -> str:
-    """The type as it is, where llama.cpp takes it."""
+    """Returns the GGUF type of an unquantized tensor: its own type where llama.cpp accepts that, else float32."""
     types = {"float16": "F16", "bfloat16": "BF16"}
     return "F32" if is_float32(entry.name, entry.shape) else types.get(entry.dtype.name, "F32")
 
 
 def _file_type(tensors: list[EncodedTensor]) -> int:
-    """The mixture of a file in whose matrices no numbers are rounded."""
+    """The `general.file_type` of a file without quantized tensors: the most frequent type of its matrices."""
     kinds = [tensor.type for tensor in tensors if len(tensor.entry.shape) > 1]
     return {"F32": 0, "F16": 1, "BF16": 32}[max(set(kinds), key=kinds.count)]
 
 
 def _raised(entry: TensorEntry) -> TensorEntry:
-    """The tensor plus one, if it is a norm's scale."""
+    """Returns the tensor, plus one if it is the scale of a norm."""
     if not entry.name.endswith("_norm.weight"):
         return entry
     return entry._replace(dtype=np.dtype(np.float32), make=lambda: entry.make().astype(np.float32) + np.float32(1), parts=None)
 
 
 def _tokens(tokenizer: Any, vocab: int, hub: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-    """The tokenizer's keys, and a second token that ends a text."""
+    """Returns the keys of the tokenizer, and the key of a second token that ends a text."""
     from argosy.data.tokenizers.gguf_writer import gguf_tables
 
     none = {"tokenizer.ggml.model": "none"}

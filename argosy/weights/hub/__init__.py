@@ -1,1 +1,1 @@
-"""Folders in the Hub's layout."""
+"""Reads and writes model folders in the layout of the Hugging Face Hub."""

@@ -1,6 +1,6 @@
-"""Reads config.json: which family a folder holds, and its settings.
+"""Reads config.json: the model family of a folder and its settings.
 
-`auto_map` in a config imports nothing. Sizes are checked before anything is built layer by layer.
+Code that `auto_map` in a config names is never imported. Sizes are checked before any layers are built.
 """
 
 import json
@@ -18,7 +18,7 @@ from argosy.weights.hub.quantized.settings import METHODS, check_layout
 CONFIG_BYTES = 16 << 20
 # The deepest published model has 126.
 MOST_LAYERS = 10_000
-# Over all layers; Kimi K2 has 23,040.
+# The limit of experts in all layers together. Kimi K2 has 23,040.
 MOST_EXPERTS = 1_000_000
 # Levels of nested JSON values; published configs have 4.
 MOST_DEPTH = 32
@@ -42,10 +42,14 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def config_from(hub: dict[str, Any], where: str) -> LanguageConfig:
-    """The settings that a config.json describes.
+    """Returns the settings that a config.json describes.
+
+    Args:
+        hub: the contents of config.json.
+        where: the path of the file, for errors.
 
     Raises:
-        BadInput: the architecture is not built, or a key would change the results and is not supported.
+        BadInput: the architecture is not implemented, or a key that is not supported would change the results.
     """
     check_bounds(hub, where)
     hub = hub if "model_type" in hub or not is_diffusers(hub) else hub | {"model_type": hub["_class_name"]}
@@ -71,15 +75,15 @@ def config_from(hub: dict[str, Any], where: str) -> LanguageConfig:
 
 
 def is_diffusers(hub: dict[str, Any]) -> bool:
-    """Whether a config.json is of a model of diffusers, which names its class in place of an architecture."""
+    """Whether a config.json is that of a diffusers model, which names a class instead of an architecture."""
     return "_class_name" in hub
 
 
 def by_hub_type() -> dict[str, type[LanguageConfig]]:
-    """The family that reads each `model_type`.
+    """Returns the family that reads each `model_type`.
 
     Raises:
-        ValueError: two families claim one.
+        ValueError: two families read the same `model_type`.
     """
     out: dict[str, type[LanguageConfig]] = {}
     for name in FAMILIES:
@@ -91,11 +95,11 @@ def by_hub_type() -> dict[str, type[LanguageConfig]]:
 
 
 def check_quantised(hub: dict[str, Any], where: str) -> None:
-    """Checks that weights are plain, in blocks with scales as DeepSeek-V3 and gpt-oss are published, or in a layout of
-    `weights.hub.quantized`.
+    """Checks that a folder's weights are stored in a way that can be read: not quantized, in blocks with scales as those of DeepSeek-V3
+    and gpt-oss, or in a layout of `weights.hub.quantized`.
 
     Raises:
-        BadInput: they are quantized in another way.
+        BadInput: the weights are quantized in another way.
     """
     quantization = hub.get("quantization_config")
     if not quantization:
@@ -113,20 +117,20 @@ def check_quantised(hub: dict[str, Any], where: str) -> None:
 
 
 def is_packed(hub: dict[str, Any]) -> bool:
-    """Whether a folder is in a layout of `weights.hub.quantized`."""
+    """Whether the weights of a folder are in a layout of `weights.hub.quantized`."""
     return (hub.get("quantization_config") or {}).get("quant_method") in METHODS
 
 
 def without_quantization(hub: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json without quantization, because weights are plain once they are read."""
+    """Returns the config.json without `quantization_config`, because weights are floats once they are read."""
     return {key: value for key, value in (hub or {}).items() if key != "quantization_config"}
 
 
 def check_bounds(hub: dict[str, Any], where: str) -> None:
-    """Checks that the sizes in a config.json are plausible, before anything is built layer by layer.
+    """Checks that the sizes in a config.json are plausible, before any layers are built.
 
     Raises:
-        BadInput: thousands of layers, or values nested too deeply.
+        BadInput: there are more than `MOST_LAYERS` layers, or values are nested too deeply.
     """
     for key, value in hub.items():
         if "layer" in key and type(value) is int and abs(value) > MOST_LAYERS:
@@ -138,6 +142,6 @@ def check_bounds(hub: dict[str, Any], where: str) -> None:
 
 
 def depth(value: Any, most: int) -> int:
-    """How deeply a JSON value is nested; counting stops at `most` + 1."""
+    """Returns how deeply a JSON value is nested. Counting stops at `most` + 1."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return 1 + max((depth(child, most - 1) for child in inner), default=0) if most >= 0 else 0

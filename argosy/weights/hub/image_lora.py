@@ -1,10 +1,10 @@
-"""Low-rank adapters of image models, as diffusers and kohya's trainer write them, merged into a folder's tensors as those are read.
+"""Merges low-rank adapters of image models, as diffusers and kohya's trainer write them, into tensors while these are read.
 
     W' = W + alpha / r  B A        Hu et al. 2021 (arXiv:2106.09685)
 
-diffusers: `transformer.NAME.lora_A.weight` and `.lora_B.weight`, also under `unet.` and `text_encoder.`; alphas are in the file's
-metadata, else alpha = r. kohya: `lora_unet_NAME.lora_down.weight`, `.lora_up.weight` and `.alpha`, with underscores for the dots of
-diffusers' names, as for Stable Diffusion 1 and 2.
+diffusers names the factors `transformer.NAME.lora_A.weight` and `.lora_B.weight`, also under `unet.` and `text_encoder.`. The metadata
+of the file give alpha, otherwise alpha = r. kohya names them `lora_unet_NAME.lora_down.weight`, `.lora_up.weight` and `.alpha`. Its
+NAME is that of diffusers with underscores for dots, as for Stable Diffusion 1 and 2.
 """
 
 import json
@@ -21,7 +21,7 @@ from argosy.core.formats import TensorReader
 from argosy.core.formats.safetensors import SafeTensors
 
 FILE = "pytorch_lora_weights.safetensors"
-# How kohya's names begin, by part.
+# The prefixes of kohya's names, and the pipeline folders of the models that each may adapt.
 KOHYA = {
     "lora_unet_": ("unet", "transformer"),
     "lora_te_": ("text_encoder",),
@@ -33,21 +33,25 @@ ENDS = {".lora_A.weight": "down", ".lora_B.weight": "up", ".lora_down.weight": "
 
 @dataclass(frozen=True)
 class LowRankUpdate:
-    """What is added to one weight: scale up down."""
+    """The update of one weight: scale * up @ down is added to it.
+
+    down: the factor A, [r in ...]. That of a convolution has the kernel's axes last.
+    up: the factor B, [out r ...].
+    """
 
     down: np.ndarray
     up: np.ndarray
     scale: float
 
     def added(self, weight: np.ndarray) -> np.ndarray:
-        """The weight with the update, in its type. Convolutions have their taps in `down`."""
+        """Returns the weight plus the update, in the type of the weight."""
         rank = len(self.down)
         product = self.up.reshape(-1, rank).astype(np.float32) @ self.down.reshape(rank, -1).astype(np.float32)
         return (weight.astype(np.float32) + self.scale * product.reshape(weight.shape)).astype(weight.dtype)
 
 
 class UpdatedTensors:
-    """The tensors of another reader, some of them with an update."""
+    """A reader of another reader's tensors that adds the updates, {tensor name: update}, when tensors are read."""
 
     def __init__(self, of: TensorReader, updates: Mapping[str, LowRankUpdate]):
         self.of, self.updates = of, updates
@@ -68,14 +72,14 @@ class UpdatedTensors:
 
 
 def image_updates(path: str | Path, weights: Mapping[str, TensorReader]) -> dict[str, dict[str, LowRankUpdate]]:
-    """The updates of a file of adapters, by part and tensor.
+    """Reads the updates of a file of adapters, {model of the pipeline: {tensor name: update}}.
 
     Args:
         path: a .safetensors file, or a folder with `pytorch_lora_weights.safetensors`.
-        weights: the tensors of each part of the pipeline, under the names of its files.
+        weights: the tensors of each model of the pipeline (`unet`, `text_encoder`, ...), under their names in its files.
 
     Raises:
-        BadInput: names that no part has, a factor without the other, or shapes that do not fit.
+        BadInput: a name fits no tensor of the pipeline, a factor lacks the other, or shapes do not fit.
     """
     path = Path(path)
     file = SafeTensors.open(path / FILE if path.is_dir() else path)
@@ -107,7 +111,7 @@ def image_updates(path: str | Path, weights: Mapping[str, TensorReader]) -> dict
 
 
 def _place(name: str, weights: Mapping[str, TensorReader]) -> tuple[str, str] | None:
-    """The part and the tensor that an adapter's name is about."""
+    """Returns the model of the pipeline and the tensor that an adapter's name stands for; None if there is no such tensor."""
     for start, parts in KOHYA.items():
         if name.startswith(start):
             flat = name.removeprefix(start).removeprefix("text_model_")
@@ -126,7 +130,7 @@ def _place(name: str, weights: Mapping[str, TensorReader]) -> tuple[str, str] | 
 
 
 def _alpha(metadata: Mapping[str, Any], part: str, tensor: str, rank: int) -> float:
-    """alpha from the metadata that diffusers writes; the rank where there is none."""
+    """Returns alpha from the metadata that diffusers writes; the rank where they have none."""
     patterns = metadata.get(f"{part}.alpha_pattern") or {}
     module = tensor.removesuffix(".weight")
     match = next((alpha for name, alpha in patterns.items() if module == name or module.endswith(f".{name}")), None)

@@ -1,8 +1,8 @@
-"""How images are prepared for a model that reads them: preprocessor_config.json of transformers' CLIPImageProcessor.
+"""Prepares images for a vision model, as preprocessor_config.json of transformers' CLIPImageProcessor says.
 
-    resize the shorter side     crop the middle     times 1/255     minus mean, over deviation of each channel
+    resize the shorter side     crop the center     times 1/255     minus the mean, over the deviation of each channel
 
-A step that is not built is an error. Resampling is Pillow's, as there.
+A step that is not implemented is an error. Resampling is that of Pillow, as in transformers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,9 +18,9 @@ from argosy.core.formats.image_files import Resampling, resize_image
 from argosy.data.tokenizers.config import read_object
 
 FILE = "preprocessor_config.json"
-# transformers 5 writes the settings of a processor of texts and images into one file.
+# transformers 5 writes the settings for texts and images into this one file.
 WHOLE = "processor_config.json"
-# Those of OpenAI's CLIP.
+# The mean and the deviation of each channel for OpenAI's CLIP.
 MEAN, DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # Pillow's numbers of its filters.
 FILTERS: dict[int, Resampling] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
@@ -28,13 +28,13 @@ FILTERS: dict[int, Resampling] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
 @dataclass(frozen=True)
 class ImageSteps:
-    """The steps from an image to what a model reads.
+    """The steps from an image to the input of a model.
 
-    shorter: pixels of the shorter side after resizing; None: images are not resized.
-    crop: height and width of the middle part that is read; None: all of it.
-    resampling: Pillow's filter.
-    factor: pixels are multiplied by it.
-    mean, deviation: of each channel.
+    shorter: the size of the shorter side after resizing, in pixels. None leaves the size as it is.
+    crop: the height and width of the center crop, in pixels. None keeps the whole image.
+    resampling: the filter of Pillow for resizing.
+    factor: the number that pixels are multiplied with.
+    mean, deviation: the numbers that each channel is normalized with, after `factor`.
     """
 
     shorter: int | None
@@ -45,10 +45,10 @@ class ImageSteps:
     deviation: tuple[float, ...] = DEVIATION
 
     def __call__(self, image: np.ndarray) -> Float[np.ndarray, "H W 3"]:
-        """What a model reads of an image [H W 3] uint8.
+        """Returns the input of the model for an image [H W 3] uint8.
 
         Raises:
-            BadInput: the part to crop is larger than the image.
+            BadInput: the crop is larger than the image.
         """
         height, width = image.shape[:2]
         if self.shorter is not None:
@@ -67,13 +67,13 @@ class ImageSteps:
 
 
 def read_image_steps(folder: Path | None, size: int) -> ImageSteps:
-    """The steps of a model's folder; without the file, those of OpenAI's CLIP.
+    """Reads the steps from a model's folder. Without the file they are those of OpenAI's CLIP.
 
     Args:
-        size: height and width of the images that the model reads.
+        size: the height and width of the images that the model takes, in pixels.
 
     Raises:
-        BadInput: a step that is not built, or a size that the model does not read.
+        BadInput: a step is not implemented, or its result does not have the size that the model takes.
         Damaged: the file has invalid contents.
     """
     settings = None if folder is None else next((file for name in (FILE, WHOLE) if (file := _read(folder / name)) is not None), None)
@@ -91,7 +91,7 @@ def read_image_steps(folder: Path | None, size: int) -> ImageSteps:
 
 
 def _read(path: Path) -> Mapping[str, Any] | None:
-    """The settings of images in a file; None: there are none."""
+    """Reads the settings for images from a file; None if there are none."""
     if not path.is_file():
         return None
     settings = read_object(path)

@@ -1,11 +1,11 @@
-"""Learned embeddings of new tokens (textual inversion): rows that text encoders read in place of those of their vocabularies.
+"""Reads and writes learned embeddings of new tokens (textual inversion, Gal et al. 2022, arXiv:2208.01618).
 
-    {"<cat-toy>": [D] or [n D]}              diffusers' learned_embeds.safetensors: rows of the first text encoder
-    {"emb_params": [n D]}                    AUTOMATIC1111's; the token is the name of the file
-    {"clip_l": [n D], "clip_g": [n E]}       of Stable Diffusion XL: rows of both; the token is in the metadata, or the file's name
+    {"<cat-toy>": [D] or [n D]}              diffusers' learned_embeds.safetensors, for the first text encoder
+    {"emb_params": [n D]}                    AUTOMATIC1111's format. The token is the name of the file
+    {"clip_l": [n D], "clip_g": [n E]}       Stable Diffusion XL, for both encoders. The token is in the metadata, or the file's name
 
-Gal et al. 2022 (arXiv:2208.01618). In a prompt a token stands for its n rows. Rows of the second encoder of XL alone are read too, by
-their width. An encoder without rows of a token reads its name as text, as in diffusers.
+In a prompt, a new token stands for its n embeddings. A file with embeddings of the second encoder of XL alone is recognized by their
+width. An encoder without embeddings of a token reads the token as text, as in diffusers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,21 +23,21 @@ from argosy.core.formats.safetensors import SafeTensors, tensors_file
 FILE = "learned_embeds.safetensors"
 UNNAMED = "emb_params"
 OF_XL = ("clip_l", "clip_g")
-# The key of a file's metadata with the token, where tensors are named by encoder.
+# The key of the metadata that holds the token, in files whose tensors are named by encoder.
 TOKEN = "token"
-# The rows of each token, for one encoder.
+# The embeddings of each new token for one text encoder.
 LearnedRows = dict[str, Float[np.ndarray, "n D"]]
 
 
 def read_learned_embeddings(path: str | Path, widths: Sequence[int], encoder_rows: Sequence[LearnedRows]) -> None:
-    """Adds the rows of a file, or of a folder with `learned_embeds.safetensors`, to those that are read already.
+    """Reads learned embeddings from a file, or from a folder with `learned_embeds.safetensors`, and adds them to `encoder_rows`.
 
     Args:
-        widths: of the text encoders' embeddings, in their order.
-        encoder_rows: the rows of each encoder.
+        widths: the embedding width of each text encoder, in the order of the encoders.
+        encoder_rows: the embeddings read so far, for each text encoder. Changed in place.
 
     Raises:
-        BadInput: there is no such file, it holds something else, rows are of another model, or the token is there already.
+        BadInput: there is no such file, it holds something else, its embeddings fit no encoder, or the token was read before.
         Damaged: the file contradicts itself.
     """
     path = Path(path)
@@ -64,14 +64,14 @@ def read_learned_embeddings(path: str | Path, widths: Sequence[int], encoder_row
 def add_learned_rows(
     encoder_rows: Sequence[LearnedRows], token: str, rows: Mapping[int, np.ndarray], widths: Sequence[int], path: str
 ) -> None:
-    """Adds the rows of one token to those that are read already.
+    """Adds the embeddings of one token to `encoder_rows`, which is changed in place.
 
     Args:
-        rows: by the number of their encoder; -1: of the first encoder whose rows are as wide.
-        path: where they are, for errors.
+        rows: the embeddings, [D] or [n D], by the index of the text encoder. The index -1 stands for the first encoder of their width.
+        path: the path of the file, for errors.
 
     Raises:
-        BadInput: rows are of another model, or the token is there already.
+        BadInput: the embeddings fit no encoder, or the token was read before.
     """
     if not token.strip() or any(token.lower() in map(str.lower, tokens) for tokens in encoder_rows):
         raise BadInput(f"embeddings={path}: the token {token!r} is {'no text' if not token.strip() else 'in another file too'}")
@@ -89,12 +89,14 @@ def add_learned_rows(
 
 
 def learned_arrays(config: Any, weights: TensorReader, dtype: Any = None) -> list[Float[np.ndarray, "n D"]]:
-    """The rows of a token for each encoder, from its stored weights. dtype: to write them in; None: as they are stored."""
+    """Reads the embeddings of a trained token for each encoder from a model's weights. `dtype`: their new type; None keeps the stored
+    type."""
     return [np.asarray(weights.read(name), weights.dtype(name) if dtype is None else dtype) for name in config.encoders]
 
 
 def learned_embeddings_file(token: str, rows: Sequence[Float[np.ndarray, "n D"]], name: str = FILE) -> File:
-    """The file of a token's rows, as diffusers reads it: of one encoder under the token's name, of both as `clip_l` and `clip_g`."""
+    """Returns a token's embeddings as a file that diffusers reads. The tensor of one encoder has the token's name, the tensors of two
+    encoders are `clip_l` and `clip_g`."""
     names = (token,) if len(rows) == 1 else OF_XL
     entries = [TensorEntry(key, array.shape, array.dtype, lambda array=array: array) for key, array in zip(names, rows, strict=True)]
     return tensors_file(name, entries, {"format": "pt", TOKEN: token})

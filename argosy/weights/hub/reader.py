@@ -1,7 +1,7 @@
 """Reads Hub folders: config.json, safetensors, and the small files beside them.
 
-Reading maps files and permutes views: a folder of any size opens at once, and each tensor is read when it is needed. Pickles are
-never read, and `auto_map` in a config imports nothing.
+Files are memory-mapped, and axes are permuted as views. So a folder of any size opens at once, and each tensor is read when it is
+needed. Pickles are never read, and code that `auto_map` in a config names is never imported.
 """
 
 from collections.abc import Callable, Collection, KeysView, Mapping, Sequence
@@ -31,8 +31,14 @@ from argosy.weights.quantized import QuantizedWeights
 def with_expected_names(
     reader: TensorReader, prefixes: Sequence[str], old: Mapping[str, str], expected: Collection[str]
 ) -> TensorReader:
-    """The tensors under the names the model expects. Their names may differ by a prefix (a model saved with or without its head
-    has different prefixes) or by an old ending. Where a tensor exists under both names, the expected one is used."""
+    """Returns a reader of the tensors under the names that the model expects. Stored names may differ by a prefix, because a model that is
+    saved with its head has other prefixes than without, or by an old suffix. Where both names exist, the expected one is used.
+
+    Args:
+        prefixes: the prefixes that stored names may have too much or lack.
+        old: old suffix -> the suffix that is expected.
+        expected: the names that the model expects.
+    """
     name_of = {name: name for name in reader.names}
     for name in set(reader.names) - set(expected):
         newer = next((name.removesuffix(end) + new for end, new in old.items() if name.endswith(end)), name)
@@ -43,13 +49,19 @@ def with_expected_names(
 
 
 def is_headless(hub: Mapping[str, Any], config: Any, names: Collection[str]) -> bool:
-    """Whether a folder is that of a language model without its head, as sentence encoders are published (E5-Mistral)."""
+    """Whether a folder holds a language model without its head, as some sentence encoders are published (E5-Mistral).
+
+    Args:
+        hub: the contents of config.json.
+        config: the settings of the model.
+        names: the names of the folder's tensors.
+    """
     kinds, untied = hub.get("architectures") or [], getattr(config, "causal", False) and not config.tied and not config.scored
     return untied and all(str(kind).endswith("Model") for kind in kinds) and bool(kinds) and "lm_head.weight" not in names
 
 
 class MappedTensors:
-    """A reader that gives another format's tensors under our per-layer names, through a `KeyMap`."""
+    """A reader of another format's tensors under our per-layer names, which a `KeyMap` defines."""
 
     def __init__(self, table: KeyMap, reader: TensorReader, where: str):
         self.table, self.reader = table, reader
@@ -62,7 +74,7 @@ class MappedTensors:
         self._shapes = {path: shapes[path] for path in self._theirs if path in shapes}
 
     def with_reader(self, reader: TensorReader) -> "MappedTensors":
-        """The same tensors, read through another reader."""
+        """Returns the same table of names over another reader."""
         other = copy(self)
         other.reader = reader
         return other
@@ -81,7 +93,7 @@ class MappedTensors:
         return self.table.read(self.reader, name)
 
     def source(self, name: str) -> str:
-        """The name of a tensor of theirs that this one is made from; there may be others."""
+        """Returns the stored name of a tensor that this weight is made from. There may be further ones."""
         return self._theirs[name]
 
     def is_apart(self, name: str) -> bool:
@@ -92,7 +104,7 @@ class MappedTensors:
 
     @property
     def scaled(self) -> list[str]:
-        """The names of tensors computed from values and scales."""
+        """The names of weights that are computed from stored values and scales."""
         return [name for name in self.names if self.table.is_scaled(name)]
 
 
@@ -103,8 +115,8 @@ def open_folder(folder: Path, warn: Callable[[str], None] = lambda _: None) -> O
         warn: called with a sentence about tensors that the model does not use.
 
     Raises:
-        BadInput: the architecture is not built, or tensors are missing, unexpected or of the wrong shape, all listed.
-        Damaged: files contradict themselves.
+        BadInput: the architecture is not implemented, or tensors are missing, unexpected or of the wrong shape. All are listed.
+        Damaged: a file contradicts itself.
     """
     hub = read_json_object(folder / "config.json")
     config = config_from(hub, str(folder / "config.json"))
@@ -148,14 +160,14 @@ def open_folder(folder: Path, warn: Callable[[str], None] = lambda _: None) -> O
 
 
 def _unscaled(row: KeyRow) -> KeyRow:
-    """The row of a weight with scales, for a reader that gives the weight."""
+    """Returns the row of a weight with scales for a reader that has already multiplied the scales into the weight."""
     return replace(row, names=row.names[0].removesuffix("_blocks"), scales=None) if row.scales else row
 
 
 def _quantized_weights(
     config: LanguageConfig, weights: MappedTensors, packed: PackedTensors, warn: Callable[[str], None]
 ) -> QuantizedWeights | None:
-    """The weights that a packed folder keeps in few bits."""
+    """Returns the weights of a packed folder with the codes of quantized ones."""
     names = {n: weights.reader.source(n) if isinstance(weights.reader, TensorView) else n for n in weights.reader.names}
     sources: dict[str, list[PackedModule | None]] = {}
     for name, paths in weights.table.ours_of(n for n in weights.table.names if n in names).items():
@@ -171,11 +183,14 @@ def _patterns(names: list[str]) -> str:
 
 
 def check_vocabulary(rows: list[KeyRow], sizes: Mapping[str, int], tensors: TensorReader, where: str) -> None:
-    """Checks that `vocab_size` in config.json is the number of rows of the embedding. It often is not, where a vocabulary was
+    """Checks that `vocab_size` in config.json equals the number of rows of the embedding. The two often differ after a vocabulary was
     padded or extended. transformers refuses such folders too, because the softmax would be different.
 
+    Args:
+        rows, sizes: the family's Hub table and the sizes of its letters.
+
     Raises:
-        BadInput: gives both numbers, and what to write.
+        BadInput: the numbers differ. The message gives both, and the hint says what to write.
     """
     for row in rows:
         if row.paths != "embed.w" or not isinstance(row.names, str) or row.names not in tensors.names:
@@ -193,11 +208,11 @@ def check_vocabulary(rows: list[KeyRow], sizes: Mapping[str, int], tensors: Tens
 
 
 def check_tied_head(stored: OpenedModel) -> None:
-    """Checks that a stored head equals the embedding if the config ties them. Without this check the difference would be found
-    only when the head is read.
+    """Checks that a stored head equals the embedding if the config ties them. Otherwise a difference would be found only when the head
+    is read.
 
     Raises:
-        BadInput: they differ.
+        BadInput: the head and the embedding differ.
     """
     if stored.kind != "hub" or not isinstance(stored.weights, MappedTensors):
         return

@@ -1,8 +1,8 @@
-"""The steps from the vectors of tokens to that of a text, in the small files of sentence-transformers beside a model's weights.
+"""Reads and writes the steps from token vectors to a sentence embedding, which sentence-transformers stores beside a model's weights.
 
-modules.json lists the steps, 1_Pooling/config.json says how token vectors become one, sentence_bert_config.json how many tokens are
-read, config_sentence_transformers.json which prompts are put before texts. A step that is not built is an error. Without these
-files the result is the mean over all tokens, not normalized.
+modules.json lists the steps. 1_Pooling/config.json says how token vectors are pooled, sentence_bert_config.json how many tokens are
+read, and config_sentence_transformers.json which prompts precede texts. A step that is not implemented is an error. Without these
+files the embedding is the mean over all tokens, not normalized.
 """
 
 import json
@@ -15,28 +15,30 @@ from argosy.core.errors import BadInput, Damaged, nearest
 from argosy.data.tokenizers.config import read_object, read_text
 
 POOLINGS = ("mean", "cls", "max", "last")
-# Names of the prompts before queries and before documents; sentence-transformers takes the first that a folder has.
+# The possible names of the prompts for queries and for documents. sentence-transformers takes the first one that a folder has.
 QUERY_PROMPTS, DOCUMENT_PROMPTS = ("query",), ("document", "passage", "corpus")
-# Their names in 1_Pooling/config.json.
+# The key of each pooling in 1_Pooling/config.json.
 MODES = {
     "mean": "pooling_mode_mean_tokens",
     "cls": "pooling_mode_cls_token",
     "max": "pooling_mode_max_tokens",
     "last": "pooling_mode_lasttoken",
 }
-# Names by `pooling_mode`, where they differ.
+# The value of the newer key `pooling_mode`, where it is not the name here.
 SHORT = {"last": "lasttoken"}
 
 
 @dataclass(frozen=True)
 class EmbeddingSteps:
-    """pooling: how token vectors become one.
-    normalize: scales the result to length 1.
-    tokens: the most tokens that are read; None: as many as the model takes.
+    """The steps from token vectors to a sentence embedding.
+
+    pooling: how token vectors are pooled to one (`POOLINGS`).
+    normalize: whether embeddings are scaled to length 1.
+    tokens: the most tokens of a text that are read. None reads as many as the model takes.
     lower: whether texts are converted to lower case.
-    prompts: texts that are put before texts, by name: `query: ` before queries.
-    default_prompt: the name of the prompt of texts for which none is named; None: they have none.
-    include_prompt: whether the vectors of a prompt's tokens are pooled too.
+    prompts: the prefixes that are put before texts, by name, such as "query: " for queries.
+    default_prompt: the name of the prompt for texts whose prompt is not named. None puts nothing before them.
+    include_prompt: whether the vectors of the prompt's tokens are pooled too.
     """
 
     pooling: str
@@ -49,11 +51,11 @@ class EmbeddingSteps:
 
     @property
     def prompt(self) -> str:
-        """The prompt of texts for which none is named."""
+        """The prompt for texts whose prompt is not named, possibly empty."""
         return self.prompts.get(self.default_prompt or "", "")
 
     def prompt_named(self, name: str | None) -> str:
-        """The prompt of this name; None: that of texts for which none is named.
+        """Returns the prompt of this name; for None the default prompt.
 
         Raises:
             BadInput: there is no such prompt.
@@ -66,20 +68,20 @@ class EmbeddingSteps:
         return self.prompts[name]
 
     def role(self, names: tuple[str, ...]) -> str | None:
-        """The first of these names that a prompt has; None: none has."""
+        """Returns the first of these names for which there is a prompt; None if there is none."""
         return next((name for name in names if name in self.prompts), None)
 
 
 def read_steps(folder: Path, pooling: str | None = None, otherwise: str = "mean") -> EmbeddingSteps:
-    """The steps that sentence-transformers would take with this model.
+    """Reads the steps that sentence-transformers would run with a model's folder.
 
     Args:
-        pooling: overrides the folder's.
-        otherwise: the pooling where the folder says nothing of it.
+        pooling: replaces the pooling of the folder.
+        otherwise: the pooling for a folder that names none.
 
     Raises:
-        BadInput: a step, or a way to pool, that is not built.
-        Damaged: files with invalid contents.
+        BadInput: a step or a kind of pooling is not implemented.
+        Damaged: a file has invalid contents.
     """
     bert_config = read_object(folder / "sentence_bert_config.json")
     tokens = bert_config.get("max_seq_length") or read_object(folder / "tokenizer_config.json").get("model_max_length")
@@ -99,7 +101,7 @@ def read_steps(folder: Path, pooling: str | None = None, otherwise: str = "mean"
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
-    """The steps in modules.json and their folders; none without the file."""
+    """Returns (kind, folder) of each step in modules.json; nothing without the file."""
     if not (folder / "modules.json").is_file():
         return []
     try:
@@ -110,7 +112,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
 
 
 def _pooling(config: Mapping[str, Any], where: str) -> str:
-    """The single pooling mode that a Pooling module is set to."""
+    """Returns the pooling that the config of a Pooling module selects. Several at once are an error."""
     modes = [config["pooling_mode"]] if isinstance(config.get("pooling_mode"), str) else []
     modes += [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
     matches = [name for name in POOLINGS if name in modes or MODES[name] in modes or SHORT.get(name) in modes]
@@ -120,7 +122,7 @@ def _pooling(config: Mapping[str, Any], where: str) -> str:
 
 
 def _prompts(config: Mapping[str, Any], where: str) -> tuple[dict[str, str], str | None]:
-    """The prompts by name, and the name of the default one. A prompt that is null is an empty text."""
+    """Returns the prompts by name, and the name of the default prompt. A null prompt is read as an empty text."""
     prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
         raise Damaged("`prompts` in config_sentence_transformers.json are no texts by name", where=where)
@@ -131,11 +133,13 @@ def _prompts(config: Mapping[str, Any], where: str) -> tuple[dict[str, str], str
 
 
 def trained_steps(objective: Any, data: Any, stored: EmbeddingSteps | None) -> EmbeddingSteps:
-    """The steps of a model that was trained with these settings of the objective and of the data. The prompts of training are its
-    default prompt, if all texts have the same, otherwise those of queries (anchors) and of documents (positives).
+    """Returns the steps of a model that was trained with these settings. If all texts had the same prompt in training, it becomes the
+    default prompt. Otherwise the prompts of anchors and positives become those of queries and documents.
 
     Args:
-        stored: the steps of the model that training started from, whose other prompts are kept.
+        objective: the settings of the objective.
+        data: the settings of the data.
+        stored: the steps of the model that training started from. Its other prompts are kept.
     """
     prompts, default = dict(stored.prompts if stored else {}), None
     texts = dict(data.prompts)
@@ -148,7 +152,7 @@ def trained_steps(objective: Any, data: Any, stored: EmbeddingSteps | None) -> E
             default = next((name for name, prompt in prompts.items() if prompt == text), "default")
             training_prompts = {default: text}
         prompts |= training_prompts
-    # Without prompts in training, the stored ones stay as they were.
+    # Without prompts in training, the stored prompts stay as they are.
     pools = stored.include_prompt if stored and not texts else getattr(objective, "include_prompt", True)
     options: dict[str, Any] = {"include_prompt": pools}
     return EmbeddingSteps(objective.text_pooling, True, data.sequence, prompts=prompts, default_prompt=default, **options)
@@ -158,7 +162,7 @@ def write_steps(folder: Path, steps: EmbeddingSteps, width: int) -> None:
     """Writes the files that `read_steps` reads, as sentence-transformers does.
 
     Args:
-        width: numbers of a vector.
+        width: the size of an embedding.
     """
     listed = [("", "Transformer"), ("1_Pooling", "Pooling"), *([("2_Normalize", "Normalize")] if steps.normalize else [])]
     package = "sentence_transformers.models"

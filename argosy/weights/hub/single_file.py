@@ -1,10 +1,10 @@
-"""Files as authors published them: Flux.1's denoiser, or the models of Stable Diffusion 1, 2 and XL in one file. They are read and
-written. torchvision's VGG is read.
+"""Reads and writes image models in single files with their authors' names of tensors: the denoiser of Flux.1, or all models of Stable
+Diffusion 1, 2 and XL. Also reads torchvision's VGG.
 
     FILE.safetensors <-> {"transformer": ...}, or {"unet": ..., "vae": ..., "text_encoder": ..., "text_encoder_2": ...}
 
-Such a file has neither settings nor a tokenizer: settings follow from the shapes of its tensors (`models.hub.single_file`), so a model
-whose settings would be read back otherwise is not written.
+Such a file has neither settings nor a tokenizer. Settings are derived from the shapes of its tensors (`models.hub.single_file`).
+Therefore a model is written only if the shapes lead back to its settings.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,21 +22,21 @@ from argosy.weights.hub.vgg_files import open_vgg, vgg_names
 from argosy.weights.hub.writer import cast_weights
 from argosy.weights.model import OpenedModel
 
-# Reads settings from the shapes of tensors.
+# Derives settings from the shapes of tensors.
 ReadSettings = Callable[[Mapping[str, tuple[int, ...]]], dict[str, Any]]
 
 DENOISER = "model.diffusion_model."
 FLUX, UNET = "double_blocks.0.img_attn.qkv.weight", "input_blocks.0.0.weight"
 VAE = "first_stage_model."
-# OpenAI's text encoder, of Stable Diffusion 1 and the first of XL.
+# The prefixes of OpenAI's text encoder in Stable Diffusion 1 and in XL, whose first encoder it is.
 CLIPS = ("cond_stage_model.transformer.", "conditioner.embedders.0.transformer.")
-# OpenCLIP's, of Stable Diffusion 2 and the second of XL.
+# The prefixes of OpenCLIP's text encoder in Stable Diffusion 2 and in XL, whose second encoder it is.
 OPENCLIP, OPENCLIP_2 = "cond_stage_model.model.", "conditioner.embedders.1.model."
-# The last layer of OpenCLIP's in Stable Diffusion 2: its output is not read, and diffusers' folders have it not.
+# The last layer of OpenCLIP's encoder in Stable Diffusion 2. Its output is not used, and diffusers' folders do not contain it.
 UNREAD = "transformer.resblocks.23."
-# Settings that no tensor tells: the folder of the pipeline gives them, or they change no number that is drawn but by rounding.
+# Settings that do not follow from tensors. The folder of the pipeline has them, or they change images only by rounding.
 UNTOLD = frozenset(("size", "eos", "prediction", "pixels", "force_upcast"))
-# A part of the names in files of other kinds, what they are, and what to do with them.
+# Files of other kinds: a part of their tensors' names, what they contain, and the hint for the user.
 OTHERS = (
     (".lora_", "low-rank adapters", "argosy.load(FOLDER, adapter=FILE)"),
     ("joint_blocks.0.", "Stable Diffusion 3 in its authors' names", "the folder of diffusers is read"),
@@ -51,13 +51,13 @@ OTHERS = (
 
 
 def open_single_file(path: Path, warn: Callable[[str], None] = lambda _: None) -> OpenedModel:
-    """The denoiser of a file, or the VGG (`vgg_files`).
+    """Opens the denoiser of a file, or the VGG (`vgg_files`).
 
     Args:
-        warn: called with what else the file has.
+        warn: called with a sentence about the other models of the file, which are not read.
 
     Raises:
-        BadInput: the file is of no kind that is read, which names what it looks like, or its tensors do not fit that kind.
+        BadInput: the file is of no kind that is read (the message says what it looks like), or its tensors do not fit its kind.
         Damaged: the file contradicts itself.
     """
     file = SafeTensors.open(path)
@@ -70,10 +70,10 @@ def open_single_file(path: Path, warn: Callable[[str], None] = lambda _: None) -
 
 
 def single_file_parts(path: Path) -> dict[str, OpenedModel]:
-    """The models of a file, by the names of their folders in a pipeline of diffusers; the denoiser first.
+    """Opens the models of a file, by the names of their folders in a diffusers pipeline. The denoiser comes first.
 
     Raises:
-        BadInput, Damaged: as `open_single_file`.
+        BadInput, Damaged: the errors of `open_single_file`.
     """
     file = SafeTensors.open(path)
     inner = _under(file, DENOISER) or {name: name for name in file.names}
@@ -104,14 +104,14 @@ def _openclip(path: Path, file: SafeTensors, sources: Mapping[str, str], project
 
 
 def single_file_entries(parts: Mapping[str, OpenedModel], dtype: Any = None) -> list[TensorEntry]:
-    """The tensors of a pipeline's models in their authors' names. Nothing is read yet.
+    """Returns the tensors of a pipeline's models in their authors' names. Weights are read only when the tensors are written.
 
     Args:
-        parts: by the names of their folders in a pipeline of diffusers; the denoiser alone, or others with it.
+        parts: the models, by the names of their folders in a diffusers pipeline: the denoiser, alone or with others.
         dtype: the type of the tensors, as in `cast_weights`.
 
     Raises:
-        BadInput: there is no denoiser with such names, or a model would be read back with other settings.
+        BadInput: no single-file names exist for the denoiser, or the settings of a model would be read back differently.
     """
     if (flux := parts.get("transformer")) is not None and isinstance(flux.config, FAMILIES["flux"]):
         return _entries("transformer", flux, "", names.flux_settings, names.flux_rows, dtype)
@@ -140,7 +140,14 @@ def single_file_entries(parts: Mapping[str, OpenedModel], dtype: Any = None) -> 
 def _entries(
     part: str, model: OpenedModel, start: str, settings: ReadSettings, rows: Callable[[Any], Any], dtype: Any
 ) -> list[TensorEntry]:
-    """The tensors of a model, which would be read back as it is."""
+    """Returns the tensors of a model, after a check that the model's settings can be read back from their shapes.
+
+    Args:
+        part: the name of the model's folder in the pipeline, for errors.
+        start: the prefix of the names in the file.
+        settings: derives settings from shapes.
+        rows: gives the table of names for a config.
+    """
     entries = list(KeyMap(*rows(model.config)).inverse(cast_weights(model.config, model.weights, dtype)))
     try:
         read_back = settings({entry.name: entry.shape for entry in entries})
@@ -155,7 +162,7 @@ def _entries(
 
 
 def _under(file: SafeTensors, start: str) -> dict[str, str]:
-    """The names that begin so, without it: {short name: name}."""
+    """Returns {name without the prefix: name} for the tensors whose names begin with `start`."""
     return {name.removeprefix(start): name for name in file.names if name.startswith(start)}
 
 

@@ -28,14 +28,16 @@ def hub_files(
     dtype: Any = None,
     shard_bytes: float = 5e9,
 ) -> list[File]:
-    """The files of a Hub folder for a model, including config.json.
+    """Returns the files of a Hub folder for a model, including config.json.
 
     Args:
-        hub: the config.json it was loaded with; everything in it that is not architecture (token ids and so on) is kept.
+        weights: the weights, by per-layer name.
+        hub: the config.json that the model was loaded with. Its keys that do not describe the architecture (such as token ids) are kept.
         dtype: the type of the tensors, as in `cast_weights`.
+        shard_bytes: the most bytes of one safetensors file.
 
     Raises:
-        BadInput: weights are missing, unexpected or of the wrong shape, all listed.
+        BadInput: weights are missing, unexpected or of the wrong shape. All are listed.
         Unsupported: safetensors has no name for the type.
     """
     entries = list(KeyMap(*config.hub_rows()).inverse(cast_weights(config, weights, dtype)))
@@ -45,11 +47,11 @@ def hub_files(
 
 
 def hub_config_file(config: LanguageConfig, hub: dict[str, Any] | None, kind: str, **more: Any) -> File:
-    """The config.json of a Hub folder.
+    """Returns the config.json of a Hub folder.
 
     Args:
-        hub: as in `hub_files`.
-        kind: the name of the type of most tensors.
+        hub: the config.json that the model was loaded with, as in `hub_files`.
+        kind: the type of most tensors, such as bfloat16.
         more: further keys.
     """
     keys = config.to_hub()
@@ -71,17 +73,17 @@ def save_folder(
     dtype: Any = None,
     shard_bytes: float = 5e9,
 ) -> None:
-    """Writes a Hub folder in place, with a slab of one tensor in memory at a time. Arguments and errors as `hub_files`, and
+    """Writes a Hub folder in place, with one slab of one tensor in memory at a time. Other arguments and errors are those of `hub_files`.
 
     Args:
-        companions: a folder whose small files are copied.
+        companions: the folder whose small files (tokenizer, configs) are copied.
     """
     for file in [*hub_files(config, weights, hub=hub, dtype=dtype, shard_bytes=shard_bytes), *companion_files(companions)]:
         write_file(Path(folder) / file.name, file)
 
 
 def companion_files(companions: Path | None) -> list[File]:
-    """The small files that belong to a folder's model, each under its path relative to the folder."""
+    """Returns the small files (tokenizer, configs) of a model's folder, each under its path relative to the folder."""
     if companions is None or not companions.is_dir():
         return []
     files = matching(companions, COMPANIONS)
@@ -89,11 +91,11 @@ def companion_files(companions: Path | None) -> list[File]:
 
 
 def cast_weights(config: LanguageConfig, weights: TensorReader, dtype: Any) -> TensorReader:
-    """Per-layer weights in another type. Weights that would change discrete choices if they were rounded keep their type
-    (`weight.exact`).
+    """Returns a reader that converts per-layer weights to another type. Weights whose rounding would change discrete choices keep their
+    type (`weight.exact`).
 
     Args:
-        dtype: one type for all, or {name: type}. None, and names that are not in the mapping: the stored type.
+        dtype: one type for all weights, or {name: type}. None keeps the stored types, and so do names that the mapping lacks.
     """
     if dtype is None:
         return weights
@@ -103,7 +105,8 @@ def cast_weights(config: LanguageConfig, weights: TensorReader, dtype: Any) -> T
 
 
 def _kept_type(hub: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
-    """The name of the original folder's architecture, if it is read in the same way as ours."""
+    """Returns the keys `new` with the original folder's `model_type` and `architectures`, if a model of these names is read to the same
+    settings; otherwise nothing that is not in `new`."""
     if (
         hub
         and hub.get("architectures")

@@ -1,1 +1,1 @@
-"""Adapters in the PEFT library's layout."""
+"""Reads, writes, merges and attaches adapters in the PEFT library's layout."""

@@ -1,4 +1,4 @@
-"""Puts adapters on a model."""
+"""Attaches adapters to a model."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -16,10 +16,12 @@ from argosy.weights.peft.sites import Adapter
 
 
 def put_adapter(model: Any, adapters: Mapping[str, Adapter], dropout: float = 0.0) -> list[str]:
-    """Puts adapters on the contractions of a model with unrolled layers. Returns the names of the contractions. The factors are arrays
-    of the default device.
+    """Attaches adapters to the contractions of a model with unrolled layers, which is changed in place. Returns the names of the
+    contractions. The factors are moved to the default device.
 
-    dropout: that they were trained with, to be saved with them.
+    Args:
+        adapters: the factors, by the per-layer name of the contraction.
+        dropout: the dropout that the adapters were trained with, which is saved with them.
     """
     alike: dict[tuple[int, float, bool], list[str]] = {}
     for name, adapter in adapters.items():
@@ -43,14 +45,15 @@ def put_adapter(model: Any, adapters: Mapping[str, Adapter], dropout: float = 0.
 
 
 def mark_retrained(model: Any, whole: Iterable[str]) -> None:
-    """Marks weights of a model with unrolled layers as trained in full beside its adapters, so that they are saved with them."""
+    """Marks weights of a model with unrolled layers as trained in full, so that they are saved with the adapters. Changes the model in
+    place."""
     for name in whole:
         v = variable(model, name)
         put_at(model, name, Retrained(v.get_value(), **{key: v.get_metadata()[key] for key in ("meaning", "draw")}))
 
 
 def precompute_norms(model: Any) -> None:
-    """Computes what DoRA needs of the weights once, for a model that is not trained further."""
+    """Computes the norms of weights that DoRA divides by, once for a model that is not trained further."""
     for _, module in nnx.iter_modules(model):
         if isinstance(module, DoRA):
             module.settle()

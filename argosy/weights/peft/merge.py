@@ -8,13 +8,13 @@ import numpy as np
 from argosy.core.formats import Arrays, OverlaidTensors, TensorReader, TensorView
 from argosy.weights.peft.sites import Adapter, PeftContents, contractions
 
-# The float32 values that are merged at a time.
+# The bytes of float32 values that are merged at a time.
 SLAB_BYTES = 1 << 26
 
 
 def merged_weights(weights: TensorReader, contents: PeftContents, config: Any) -> TensorReader:
-    """A model's weights with adapters merged as they are read: W + gain A B, in the type of W; and with those that were trained in
-    full in place of its own."""
+    """Returns a reader of a model's weights that merges adapters when weights are read: W + gain A B, in the type of W. Weights that
+    were trained in full replace those of the model."""
     specs, adapters = contractions(config), contents.adapters
     weights = OverlaidTensors(weights, Arrays(contents.whole))
 
@@ -30,7 +30,13 @@ def merged_weights(weights: TensorReader, contents: PeftContents, config: Any) -
 
 
 def with_adapter(of: Any, adapter: Adapter, weight: np.ndarray, first: int) -> np.ndarray:
-    """A weight with its adapter merged; or entries of its first axis, starting at `first`."""
+    """Merges an adapter into a weight, or into a slice of its first axis.
+
+    Args:
+        of: the contraction of the weight.
+        weight: the whole weight, or entries of its first axis.
+        first: the index of the first of these entries.
+    """
     outer = "".join(letter for letter in of.spec if letter not in of.inner + of.group)
     letters_a, letters_b, letters_m = f"{of.group}{of.inner}r", f"{of.group}r{outer}", of.kept
     out = np.empty_like(weight)
@@ -47,7 +53,7 @@ def with_adapter(of: Any, adapter: Adapter, weight: np.ndarray, first: int) -> n
         delta = np.einsum(f"{letters_a},{letters_b}->{of.spec}", a, b, optimize=True)
         return weight[slab].astype(np.float32) + np.float32(adapter.gain) * delta
 
-    # A slab at a time: at once, it would need five arrays of the weight's size.
+    # Merging the whole weight at once would need five arrays of its size.
     if adapter.m is None:
         for slab in slabs:
             out[slab] = merged_slab(slab).astype(weight.dtype)

@@ -1,14 +1,16 @@
 """Reads low-rank adapters from the PEFT library's folders, adapter_config.json and adapter_model.safetensors, and puts them on models.
 
-The gain is alpha / r, or alpha / sqrt(r) with `use_rslora`; ranks and alphas may differ by module (`rank_pattern`,
-`alpha_pattern`). Features that change the function and are not built are refused: trained biases, and initializations that also change
+The gain is alpha / r, or alpha / sqrt(r) with `use_rslora`. Ranks and alphas may differ by module (`rank_pattern`, `alpha_pattern`).
+Features that change the function and are not implemented are refused. They are trained biases, and initializations that also change
 the base (PiSSA and others), which PEFT repeats on the base whenever it loads such a folder.
 
-Beside adapters on an embedding or a head, PEFT saves the base's own weight (`base_layer.weight`). It must be that of the base here.
+Beside adapters on an embedding or a head, PEFT saves the base's own weight (`base_layer.weight`). It must equal the weight of the base
+that the adapters are loaded onto.
 
-Modules that were trained in full (`modules_to_save`) lie beside the factors under their own names. PEFT copies such a module, which
-unties it: of an embedding and a head that are tied, it trains one and leaves the other. So both are written, and a folder with only
-one of them is refused unless it says `ensure_weight_tying`. With the task type SEQ_CLS the model has a head of scores (`score`).
+Modules that were trained in full (`modules_to_save`) are stored beside the factors under their own names. PEFT copies such a module,
+which unties it: if an embedding and a head are tied, PEFT trains one and leaves the other unchanged. So both are written, and a folder
+with only one of them is refused unless it says `ensure_weight_tying`. With the task type SEQ_CLS the model has a head of scores
+(`score`).
 """
 
 import math
@@ -40,7 +42,7 @@ from argosy.weights.peft.sites import (
     tied_names,
 )
 
-# Keys that change the function, and the values at which they do not.
+# Keys that may change the function, and the values at which they do not.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none", None),
     "use_qalora": (False, None),
@@ -52,17 +54,17 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "arrow_config": (None,),
 }
 
-# Values of `init_lora_weights` that leave the base as it is. PEFT subtracts from the base what the others start from (PiSSA, OLoRA,
-# CorDA, LoRA-GA), or replaces it (LoftQ), when the adapter is made and each time that it is loaded.
+# Values of `init_lora_weights` that leave the base as it is. With the others, PEFT changes the base when the adapter is made and each
+# time that it is loaded: it subtracts the initial adapter (PiSSA, OLoRA, CorDA, LoRA-GA), or replaces the base (LoftQ).
 PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 def read_adapter(folder: str | Path, config: Any) -> Mapping[str, Adapter]:
-    """Reads a PEFT folder that holds adapters alone, by the name of the contraction that each is on.
+    """Reads a PEFT folder that holds only adapters. Returns them by the per-layer name of the contraction that each adapts.
 
     Raises:
-        BadInput: as `read_contents`.
-        Unsupported: as `read_contents`; or modules were trained in full.
+        BadInput: an error of `read_contents`.
+        Unsupported: an error of `read_contents`, or the folder has modules that were trained in full or weights of the base.
     """
     contents = read_contents(folder, config)
     hint = "argosy.load(MODEL, adapter=FOLDER) takes one alone; argosy convert merges it"
@@ -76,7 +78,10 @@ def read_adapter(folder: str | Path, config: Any) -> Mapping[str, Adapter]:
 
 
 def config_for(folder: str | Path, config: Any) -> Any:
-    """The config of the model that a PEFT folder makes of one with this config: with a head of scores where the folder brings one.
+    """Returns the config of a model after a PEFT folder is put on it: with a head of scores where the folder contains one.
+
+    Args:
+        config: the config of the base model.
 
     Raises:
         Unsupported: the family has no such head.
@@ -98,12 +103,12 @@ def read_contents(folder: str | Path, config: Any) -> PeftContents:
     """Reads the adapters of a PEFT folder and the modules that were trained in full.
 
     Args:
-        config: of the model with the folder's head (`config_for`).
+        config: the config of the model with the folder's head (`config_for`).
 
     Raises:
-        BadInput: it is not a PEFT folder, factors are missing or of the wrong shape, or modules do not exist in the model; all
-            listed.
-        Unsupported: a feature that changes the function and is not built.
+        BadInput: the folder is not one of PEFT, factors are missing or of the wrong shape, or modules do not exist in the model. All
+            are listed.
+        Unsupported: the folder uses a feature that changes the function and is not implemented.
     """
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
@@ -141,7 +146,7 @@ def read_contents(folder: str | Path, config: Any) -> PeftContents:
                 f"adapters on the indexer of sparse attention, which only selects keys: {some(sorted(index))}"
             )
             raise Unsupported(problem, hint="leave it out of target_modules")
-        # B is zero there, because no gradient reaches it.
+        # B is zero for these, because no gradient reaches it.
         used.update(index)
     whole, names = _read_whole(keys, file, config, folder)
     base, base_names = _read_base(file, config)
@@ -162,11 +167,11 @@ def read_contents(folder: str | Path, config: Any) -> PeftContents:
 def _read_whole(
     keys: Mapping[str, Any], file: SafeTensors, config: Any, folder: Path
 ) -> tuple[dict[str, np.ndarray], set[str]]:
-    """The weights of modules that were trained in full, by per-layer name, and their names in the file.
+    """Reads the weights of modules that were trained in full. Returns them by per-layer name, and their names in the file.
 
     Raises:
-        BadInput: a part of a weight is missing or has another shape; or a head that the model ties to its embedding differs from it.
-        Unsupported: one of an embedding and a head that the model ties.
+        BadInput: a part of a weight is missing or has another shape, or a head differs from the embedding that it is tied to.
+        Unsupported: the model ties embedding and head, and the file has only one of them.
     """
     table = KeyMap(*config.hub_rows())
     theirs = TensorView(file, names={name.removeprefix(PREFIX): name for name in file.names if name.startswith(PREFIX)})
@@ -185,7 +190,7 @@ def _read_whole(
 
 
 def _read_base(file: SafeTensors, config: Any) -> tuple[dict[str, np.ndarray], set[str]]:
-    """The weights of the base that lie beside adapters, by per-layer name, and their names in the file."""
+    """Reads the weights of the base that PEFT saved beside adapters. Returns them by per-layer name, and their names in the file."""
     table = KeyMap(*config.hub_rows())
     names = {name.removeprefix(PREFIX).replace(f".{UNDER}", "."): name for name in file.names if f".{UNDER}" in name}
     theirs = TensorView(file, names=names)
@@ -195,10 +200,10 @@ def _read_base(file: SafeTensors, config: Any) -> tuple[dict[str, np.ndarray], s
 
 
 def check_base(contents: PeftContents, weights: TensorReader) -> None:
-    """Compares the weights of the base that a PEFT folder holds with the base's own, in the type that has fewer bits.
+    """Compares the weights of the base that a PEFT folder holds with those of the base model, in the narrower of their types.
 
     Raises:
-        Unsupported: one is another: the adapters were trained on a changed base, such as one with further tokens.
+        Unsupported: a weight differs, because the adapters were trained on a changed base, such as one with further tokens.
     """
     for name, theirs in contents.base.items():
         ours = weights.read(name)
@@ -209,7 +214,7 @@ def check_base(contents: PeftContents, weights: TensorReader) -> None:
 
 
 def _ends(tensor: str, module: str) -> bool:
-    """Whether a tensor belongs to a module of this name, which may lack its beginning, as PEFT matches them."""
+    """Whether a tensor belongs to a module whose path ends with `module`, which is how PEFT matches names."""
     return f".{tensor.rpartition('.')[0]}".endswith(f".{module}")
 
 
@@ -239,10 +244,10 @@ def _check(keys: Mapping[str, Any], folder: Path) -> None:
 
 
 def _number(value: Any, name: str, where: str = CONFIG) -> float:
-    """A finite number.
+    """Returns a value of the config as a finite float.
 
     Raises:
-        BadInput: it is something else.
+        BadInput: the value is not a finite number.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         text = "null" if value is None else repr(value)[:40]
@@ -251,8 +256,8 @@ def _number(value: Any, name: str, where: str = CONFIG) -> float:
 
 
 def _gain(keys: Mapping[str, Any], module: str, rank: int, experts: int) -> float:
-    """alpha / r, or alpha / sqrt(r) (arXiv:2312.03732). Patterns may give alpha by module and are matched as PEFT matches
-    them."""
+    """Returns alpha / r, or alpha / sqrt(r) with `use_rslora` (arXiv:2312.03732). `alpha_pattern` may set alpha by module, and is matched
+    as in PEFT."""
     alphas = {_alpha(keys, module.replace("{e}", str(e))) for e in range(experts)}
     if len(alphas) > 1:
         raise Unsupported(f"experts of `{module}` with different alphas: not built", hint="merge it with PEFT first")

@@ -1,13 +1,13 @@
-"""The modules of a Hub's model that a low-rank adapter of the PEFT library fits, and the names and layouts of its factors.
+"""Derives which modules of a Hub model a PEFT adapter may be on, and the names and layouts of its factors.
 
-Names follow from the family's Hub table. A row of it says how a weight is read, and the two factors of the weight's adapter are
+Names follow from the family's Hub table. A row of the table says how a weight is read. The two factors of the weight's adapter are
 read the same way: A has the axes that the weight sums over, B the others.
 
     base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight [r in]     layers.3.attn.q.a [D r]
     base_model.model.model.layers.3.self_attn.q_proj.lora_B.weight [out r]    layers.3.attn.q.b [r N H]
 
-Where the Hub fuses weights that are separate here (Phi's qkv_proj), all of them share A. DoRA's magnitudes (`use_dora`) are read as a
-bias is.
+Where the Hub fuses weights that are separate here (Phi's qkv_proj), all of them share A. DoRA's magnitudes (`use_dora`) are read like
+a bias.
 """
 
 import re
@@ -26,17 +26,17 @@ from argosy.models.parts.stack import Unroll
 
 FILES = CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-# What PEFT puts into the name of a weight of the base that has an adapter.
+# PEFT inserts this into the name of a base weight that has an adapter.
 UNDER = "base_layer."
-# PEFT's task type of models with a head of scores.
+# PEFT's task type for models with a head of scores.
 SCORES = "SEQ_CLS"
 
 
 class Adapter(NamedTuple):
-    """The factors of one contraction, in the letters of `adapt.lora`.
+    """The factors of the adapter of one contraction. Their axes are those of `adapt.lora`.
 
-    gain: that of their product.
-    m: DoRA's magnitude of each output channel.
+    a, b: the factors. Their product times `gain` is added to the weight.
+    m: DoRA's magnitude of each output channel, None for other adapters.
     """
 
     a: np.ndarray
@@ -46,13 +46,13 @@ class Adapter(NamedTuple):
 
 
 class PeftContents(NamedTuple):
-    """What a PEFT folder holds.
+    """The contents of a PEFT folder.
 
-    adapters: by the per-layer name of their contraction.
+    adapters: the adapters, by the per-layer name of their contraction.
     whole: the weights of modules that were trained in full, by per-layer name.
-    dropout: the rate that the adapters were trained with.
-    base: weights of the base that PEFT saved beside adapters on an embedding or a head, by per-layer name; `reader.check_base`
-        compares them with the base's.
+    dropout: the dropout rate that the adapters were trained with.
+    base: weights of the base that PEFT saved beside adapters on an embedding or a head, by per-layer name. `reader.check_base` compares
+        them with the base model.
     """
 
     adapters: Mapping[str, Adapter]
@@ -63,7 +63,8 @@ class PeftContents(NamedTuple):
 
 @dataclass(frozen=True)
 class Site:
-    """A module on the Hub that may carry an adapter, the contractions of ours it covers, and how its factors are read."""
+    """A module of a Hub model that may carry an adapter, the contractions of ours that it holds, and the equations that map its
+    factors (A, B and DoRA's magnitudes) to ours."""
 
     # Contains {e} if there is one module per expert.
     module: str
@@ -75,16 +76,16 @@ class Site:
     table: bool
 
     def names(self) -> tuple[str, str]:
-        """The names of A and B on the Hub."""
+        """Returns the names of A and B on the Hub."""
         kind = ("lora_embedding_A", "lora_embedding_B") if self.table else ("lora_A.weight", "lora_B.weight")
         return f"{PREFIX}{self.module}.{kind[0]}", f"{PREFIX}{self.module}.{kind[1]}"
 
     def magnitude(self) -> str:
-        """The name of DoRA's magnitudes on the Hub."""
+        """Returns the name of DoRA's magnitudes on the Hub."""
         return f"{PREFIX}{self.module}.lora_magnitude_vector"
 
     def rows(self, part: int, dora: bool = False) -> list[KeyRow]:
-        """The rows of A and B, and of DoRA's magnitudes, for contraction number `part` of the module."""
+        """Returns the rows of A and B, and with `dora` of the magnitudes, for contraction number `part` of the module."""
         a, b = self.names()
         rows = [
             KeyRow(a, f"{self.weights[part]}.a", self.how_a),
@@ -94,7 +95,7 @@ class Site:
 
 
 def sites(config: Any) -> list[Site]:
-    """Every module of the Hub's model that a low-rank adapter fits."""
+    """Returns every module of the Hub model that may carry a low-rank adapter."""
     out = []
     for module, names, row, weights in modules_of(config):
         if not weights[0].chooses and (hows := _readings(row.reading, weights)) is not None:
@@ -103,8 +104,8 @@ def sites(config: Any) -> list[Site]:
 
 
 def modules_of(config: Any) -> Iterator[tuple[str, tuple[str, ...], KeyRow, list[Contraction]]]:
-    """The Hub's modules that hold the weights of our contractions: their names, how they are read, and the contractions. Convolutions
-    are not among them."""
+    """Yields (Hub name, our names, row of the Hub table, contractions) for the Hub modules that hold weights of our contractions.
+    Convolutions are not among them."""
     specs = contractions(config)
     for row in config.hub_rows()[0]:
         ours = (row.paths,) if isinstance(row.paths, str) else row.paths
@@ -123,14 +124,14 @@ def modules_of(config: Any) -> Iterator[tuple[str, tuple[str, ...], KeyRow, list
 
 
 def contractions(config: Any) -> dict[str, Contraction]:
-    """The contractions of a model by per-layer name."""
+    """Returns the contractions of a model by per-layer name."""
     modules = nnx.iter_modules(config.build(Unroll()))
     return {".".join(map(str, path)): m for path, m in modules if isinstance(m, Contraction)}
 
 
 def _readings(reading: str, weights: Sequence[Contraction]) -> tuple[str, str, str] | None:
-    """How A, B and the magnitudes are read, derived from how the weights are read; None if the Hub's weight is not a matrix of
-    inputs and outputs."""
+    """Derives the equations of A, B and the magnitudes from that of the weights. None if the Hub's weight is not a matrix of inputs and
+    outputs."""
     weight = weights[0]
     left, right = reading.split("->")
     theirs, parts = _axes(left), [_axes(part) for part in right.split(",")]
@@ -149,7 +150,7 @@ def _readings(reading: str, weights: Sequence[Contraction]) -> tuple[str, str, s
 
 
 def _axes(side: str) -> list[str]:
-    """The axes of one tensor as written in a row: `((N|K|K) H) D` has two."""
+    """Splits one side of an equation into the axes of a tensor: `((N|K|K) H) D` has two."""
     out, depth = [""], 0
     for char in side.strip():
         depth += (char == "(") - (char == ")")
@@ -161,14 +162,14 @@ def _axes(side: str) -> list[str]:
 
 
 def tied_names(config: Any) -> Iterator[tuple[str, str]]:
-    """The names of the embedding and of the head on the Hub, where one weight is both."""
+    """Yields the Hub names of the embedding and of the head that is tied to it; nothing for models that are not tied."""
     for row in config.hub_rows()[0]:
         if row.paths == "embed.w" and row.tied_to is not None:
             yield row.names, row.tied_to
 
 
 def check_tied_adapter(site: Site, config: Any) -> None:
-    """PEFT adapts the embedding and leaves a tied head unchanged; here they are one weight, so this is refused."""
+    """Refuses an adapter on an embedding with a tied head. PEFT would leave the head unchanged, but here the two are one weight."""
     if site.table and config.tied:
         problem = f"an adapter on `{site.module}`, to which the head is tied: not built"
         raise Unsupported(problem, hint="untie the head first, or leave the embedding out of the adapter")

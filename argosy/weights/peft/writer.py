@@ -1,8 +1,8 @@
-"""Writes the adapters of a model as a folder of the PEFT library; those of a denoiser also as the file that diffusers loads.
+"""Writes the adapters of a model as a folder of the PEFT library, and those of a denoiser also as the file that diffusers loads.
 
-Weights that the Hub fuses and whose adapters have different A become one adapter whose rank is the sum of their ranks and whose B is
-block-diagonal: the same function, without rounding. What PiSSA started from is written as further columns, with the opposite sign:
-PEFT's own conversion of it to LoRA.
+If the Hub fuses weights whose adapters have different A, these become one adapter. Its rank is the sum of their ranks, and its B is
+block-diagonal, which gives the same function without rounding. The initial factors of PiSSA are written as further columns with the
+opposite sign, as PEFT does when it converts PiSSA to LoRA.
 """
 
 import json
@@ -46,7 +46,7 @@ from argosy.weights.staging import StagedFolder, is_occupied
 
 
 def adapters_of(model: Any) -> dict[str, Adapter]:
-    """The adapters on a model in either layout, by the per-layer name of their contraction.
+    """Returns the adapters of a model with unrolled or scanned layers, by the per-layer name of their contraction.
 
     Raises:
         BadInput: the model has no adapters.
@@ -65,7 +65,7 @@ def adapters_of(model: Any) -> dict[str, Adapter]:
     for name, factors in sorted(layers.items()):
         a, b, module = factors["a"], factors["b"], of[name]
         if "a0" in factors:
-            # B has the rank behind its group.
+            # In B, the rank is the axis after the group.
             a, b = np.concatenate([a, factors["a0"]], -1), np.concatenate([b, -factors["b0"]], len(module.group))
         out[name] = Adapter(a, b, module.gain, factors.get("m"))
     if not out:
@@ -76,7 +76,7 @@ def adapters_of(model: Any) -> dict[str, Adapter]:
 
 
 def contents_of(model: Any) -> PeftContents:
-    """What the PEFT folder of a model in either layout holds.
+    """Returns the contents of the PEFT folder of a model with unrolled or scanned layers.
 
     Raises:
         BadInput: the model has no adapters.
@@ -99,13 +99,15 @@ def write_adapter(
     """Writes adapters as a PEFT folder.
 
     Args:
-        base: the name of the base model, for the config.
+        config: the config of the model.
+        adapters: the adapters, by the per-layer name of their contraction.
+        base: the name of the base model, for adapter_config.json.
         whole: the weights of modules that were trained in full, by per-layer name.
-        dropout: that the adapters were trained with.
+        dropout: the dropout rate that the adapters were trained with.
 
     Raises:
         BadInput: the folder is not empty.
-        Unsupported: an adapter on a weight for which PEFT has no name, or a part of a module of the Hub was trained in full.
+        Unsupported: PEFT has no name for the weight of an adapter, or only a part of a Hub module was trained in full.
     """
     folder = Path(folder)
     if is_occupied(folder):
@@ -136,10 +138,10 @@ def write_adapter(
 def factors_of(
     config: Any, adapters: Mapping[str, Adapter]
 ) -> tuple[dict[str, np.ndarray], dict[str, tuple[int, float]]]:
-    """The factors of adapters by PEFT's names, and the rank and gain of each module.
+    """Returns the factors of adapters by PEFT's names, and {module: (rank, gain)}.
 
     Raises:
-        Unsupported: PEFT has no name for one.
+        Unsupported: PEFT has no name for the weight of an adapter.
     """
     theirs, modules = dict[str, np.ndarray](), dict[str, tuple[int, float]]()
     homes = {name: site for site in sites(config) for name in site.weights}
@@ -158,10 +160,11 @@ def factors_of(
 def image_adapter_file(
     config: DenoiserConfig, theirs: Mapping[str, np.ndarray], modules: Mapping[str, tuple[int, float]]
 ) -> File:
-    """`pytorch_lora_weights.safetensors`, which pipelines of diffusers load (`load_lora_weights`); its metadata has ranks and alphas.
+    """Returns `pytorch_lora_weights.safetensors`, which diffusers pipelines load (`load_lora_weights`), with ranks and alphas in its
+    metadata.
 
     Args:
-        theirs, modules: as `factors_of` returns them.
+        theirs, modules: the results of `factors_of`.
     """
     part = config.pipeline_part
     entries = [
@@ -175,8 +178,8 @@ def image_adapter_file(
 
 
 def _whole_theirs(config: Any, whole: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The weights of modules that were trained in full, by their name on the Hub. A head that is tied is written too, because PEFT
-    copies the embedding and not what is tied to it."""
+    """Returns the weights of modules that were trained in full, by their names on the Hub. A tied head is written too, because PEFT
+    copies an embedding without the head that is tied to it."""
     rows, sizes = config.hub_rows()
     mine = [_at(row, layer) for row in rows for layer in (None,) if row.layers is None]
     mine += [_at(row, layer) for row in rows for layer in row.layers or ()]
@@ -196,20 +199,20 @@ def _paths(row: KeyRow) -> tuple[str, ...]:
 
 
 def _at(row: KeyRow, layer: int | None) -> KeyRow:
-    """A row at one layer."""
+    """Returns the row of one layer, with the index in place of `{l}`."""
 
     def filled(names: Any) -> Any:
         single = isinstance(names, str)
         return names.replace("{l}", str(layer)) if single else tuple(name.replace("{l}", str(layer)) for name in names)
 
-    # The library's model has no modules that predict further tokens, which hold copies.
+    # Copies belong to modules for multi-token prediction, which the library's model does not have.
     return replace(row, names=filled(row.names), paths=filled(row.paths), layers=None, copies=())
 
 
 def _theirs(
     site: Site, parts: Sequence[Adapter | None], sizes: Mapping[str, int]
 ) -> Iterator[tuple[str, np.ndarray, int, float]]:
-    """A and B of one site, with rank and gain."""
+    """Yields (name, factor, rank, gain) for the factors of one Hub module. `parts`: the adapter of each contraction in the module."""
     present = [part for part in parts if part is not None]
     dora = [part.m is not None for part in present]
     if any(dora) and not (all(dora) and len(present) == len(parts)):
@@ -220,7 +223,7 @@ def _theirs(
     )
     if shared:
         a, bs, gain = present[0].a, [part.b for part in present], present[0].gain
-    # Different A: the ranks are concatenated, and each part of B is nonzero only at its own.
+    # With different A, the ranks are concatenated, and each adapter's B is nonzero only at its own ranks.
     else:
         gain = 1.0
         a = np.concatenate([part.a for part in present], -1)

@@ -1,1 +1,1 @@
-"""The Hub's quantized layouts: how each packs the codes, scales and zero points of a module, a file each."""
+"""The Hub's quantized layouts. One file per layout says how codes, scales and zero points of a module are packed."""

@@ -4,7 +4,7 @@
     NAME.qzeros     int32 [groups, outputs / 8]
     NAME.scales     float16 [groups, outputs]
 
-The eight numbers of a word, from the lowest bits up, are of the outputs 0 2 4 6 1 3 5 7 of its eight. w = (q - zero) * scale.
+A word holds the numbers of eight outputs, from the lowest bits up in the order 0 2 4 6 1 3 5 7. w = (q - zero) * scale.
 (Lin et al. 2023, arXiv:2306.00978; AutoAWQ 0.2, awq/modules/linear/gemm.py.)
 """
 
@@ -25,7 +25,7 @@ from argosy.weights.hub.quantized.module import (
     unpacked_words,
 )
 
-# Where each of eight outputs lies in its word.
+# The position of each of eight outputs in its word.
 PLACES = np.asarray([0, 4, 1, 5, 2, 6, 3, 7])
 
 
@@ -37,13 +37,13 @@ class AwqPacked(PackedModule):
 
     @staticmethod
     def of(name: str, tensors: TensorReader, settings: dict[str, Any]) -> "AwqPacked":
-        """Checks the tensors of a module.
+        """Checks the tensors of a module and describes it.
 
         Args:
-            settings: `quantization_config`.
+            settings: the `quantization_config` of config.json.
 
         Raises:
-            BadInput, Damaged: as `check_tensor`; or another version or width.
+            BadInput, Damaged: an error of `check_tensor`, or the version or the number of bits is not supported.
         """
         version = str(settings.get("version", "gemm")).lower()[:20]
         bits, zeros = settings.get("bits", settings.get("w_bit", 4)), settings.get("zero_point", True)
@@ -68,6 +68,6 @@ class AwqPacked(PackedModule):
 
 
 def _in_order(words: np.ndarray) -> np.ndarray:
-    """Outputs by rows of the words."""
+    """Unpacks words to numbers, [outputs, rows of the words]."""
     numbers = unpacked_words(np.ascontiguousarray(words), 4, 1)
     return numbers.reshape(len(words), -1, 8)[:, :, PLACES].reshape(len(words), -1).T

@@ -1,12 +1,12 @@
-"""compressed-tensors' `nvfp4-pack-quantized` and `mxfp4-pack-quantized`: floats of four bits, two in a byte.
+"""compressed-tensors' `nvfp4-pack-quantized` and `mxfp4-pack-quantized`: four-bit floats, two in a byte.
 
-    NAME.weight_packed          uint8 [outputs, inputs / 2], the first in the low bits: sign, two bits of exponent, one of mantissa
+    NAME.weight_packed          uint8 [outputs, inputs / 2], E2M1 (sign, two bits of exponent, one of mantissa), the first in the low bits
     NAME.weight_scale           NVFP4: fp8 e4m3 [outputs, inputs / 16]. MXFP4: uint8 [outputs, inputs / 32], the exponent plus 127
     NAME.weight_global_scale    NVFP4: float32 [1], by which scales are divided
 
-(compressed-tensors 0.20, compressors/nvfp4 and compressors/mxfp4.) And the experts of gpt-oss as they are published (arXiv:2508.10925):
+(compressed-tensors 0.20, compressors/nvfp4 and compressors/mxfp4.) The experts of gpt-oss are published like this (arXiv:2508.10925):
 
-    NAME_blocks                 uint8 [experts, outputs, inputs / 32, 16], the first of two in the low bits
+    NAME_blocks                 uint8 [experts, outputs, inputs / 32, 16], the first float in the low bits
     NAME_scales                 uint8 [experts, outputs, inputs / 32], the exponent plus 127
 """
 
@@ -26,13 +26,13 @@ BLOCKS = {"nvfp4": 16, "mxfp4": 32}
 
 @dataclass(frozen=True)
 class Fp4Packed(PackedModule):
-    """A module of these layouts."""
+    """A module whose weight is stored in one of the two layouts of compressed-tensors."""
 
     layout = "nvfp4-pack-quantized"
 
     @staticmethod
     def of(name: str, tensors: TensorReader, args: dict[str, Any], *, format: str, **activations: Any) -> "Fp4Packed":
-        """Checks the tensors of a module; arguments and errors as `PackQuantized.of`.
+        """Checks the tensors of a module and describes it. Other arguments and errors are those of `PackQuantized.of`.
 
         Args:
             format: nvfp4 or mxfp4.
@@ -68,16 +68,16 @@ class Fp4Packed(PackedModule):
 
 @dataclass(frozen=True)
 class Mxfp4Experts(PackedModule):
-    """The experts of a layer of gpt-oss, in one tensor of three axes whose summed one is last."""
+    """The experts of a layer of gpt-oss, in one tensor [experts, outputs, inputs]."""
 
     layout = "mxfp4"
 
     @staticmethod
     def of(name: str, tensors: TensorReader) -> "Mxfp4Experts":
-        """Checks the two tensors of a weight.
+        """Checks the two tensors of a weight and describes it.
 
         Raises:
-            BadInput, Damaged: they do not fit together.
+            BadInput, Damaged: the two tensors do not fit together.
         """
         *lead, groups, bytes_of = tuple(tensors.shape(f"{name}_blocks"))
         check_tensor(tensors, f"{name}_blocks", UINT8, (*lead, groups, 16))
@@ -108,10 +108,10 @@ class Mxfp4Experts(PackedModule):
 
 
 def _exponents(tensors: TensorReader, name: str) -> np.ndarray:
-    """Scales that are powers of two.
+    """Reads the exponents of scales that are powers of two.
 
     Raises:
-        Damaged: one is the code of no number.
+        Damaged: an exponent is 255, which stands for no number.
     """
     scale = tensors.read(name)
     if (scale == 255).any():

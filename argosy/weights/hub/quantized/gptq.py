@@ -1,12 +1,12 @@
 """GPTQ as AutoGPTQ and GPTQModel pack it: 2, 4 or 8 bits, groups of inputs.
 
     NAME.qweight    int32 [inputs * bits / 32, outputs], packed along the inputs, the first in the lowest bits
-    NAME.qzeros     int32 [groups, outputs * bits / 32], each zero point less one (in gptq_v2 as they are)
+    NAME.qzeros     int32 [groups, outputs * bits / 32], each zero point minus one (in gptq_v2 the zero point itself)
     NAME.scales     float16 [groups, outputs]
     NAME.g_idx      int32 [inputs], the group of each input
 
-w = (q - zero) * scale[g_idx]. With `desc_act` inputs were quantized in the order of their activations: unless `static_groups` were
-set, the inputs of a group are then no neighbors, and the weight is read as floats. (Frantar et al. 2022, arXiv:2210.17323; AutoGPTQ
+w = (q - zero) * scale[g_idx]. With `desc_act`, inputs were quantized in the order of their activations. Unless `static_groups` was
+set, the inputs of a group are then not neighbors, and the weight is read as floats. (Frantar et al. 2022, arXiv:2210.17323; AutoGPTQ
 0.7, nn_modules/qlinear.)
 """
 
@@ -35,8 +35,8 @@ from argosy.weights.hub.quantized.pack_quantized import column_groups
 class GptqPacked(PackedModule):
     """A module whose weight is stored in this layout.
 
-    bits: of each number.
-    shift: what is added to stored zero points.
+    bits: the number of bits of each code.
+    shift: the number that is added to stored zero points.
     """
 
     bits: int = 4
@@ -46,13 +46,13 @@ class GptqPacked(PackedModule):
 
     @staticmethod
     def of(name: str, tensors: TensorReader, settings: dict[str, Any]) -> "GptqPacked":
-        """Checks the tensors of a module.
+        """Checks the tensors of a module and describes it.
 
         Args:
-            settings: `quantization_config`.
+            settings: the `quantization_config` of config.json.
 
         Raises:
-            BadInput, Damaged: as `check_tensor`; or another version or width.
+            BadInput, Damaged: an error of `check_tensor`, or the format or the number of bits is not supported.
         """
         bits, version = settings.get("bits", 4), str(settings.get("checkpoint_format", "gptq"))[:20]
         if bits not in INTEGERS or version not in ("gptq", "gptq_v2"):
@@ -93,8 +93,8 @@ class GptqPacked(PackedModule):
         return signed_if_eight(self._zeros(tensors), self.bits).astype(np.float32) * self.scale(tensors)
 
     def _zeros(self, tensors: TensorReader) -> np.ndarray:
-        """Outputs by groups."""
+        """Reads the zero points, [outputs, groups]."""
         words = np.ascontiguousarray(tensors.read(f"{self.name}.qzeros"))
         zeros = unpacked_words(words, self.bits, 1)[:, : self.shape[0]].T
-        # Of a zero point of 0 the stored number wrapped around.
+        # A zero point of 0 is stored as the largest number, which wraps around here.
         return zeros + np.uint8(self.shift) & np.uint8((1 << self.bits) - 1)

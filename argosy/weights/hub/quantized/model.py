@@ -1,7 +1,8 @@
-"""The weights of a quantized Hub folder as `QuantizedWeights`: its own codes, not rounded again, in the axes of our models.
+"""Reads the weights of a quantized Hub folder as `QuantizedWeights`: the stored codes, not rounded again, in the axes of our models.
 
-A weight keeps its codes where its scales are the same for the blocks of a `Scheme` in our axes. Others are read as floats: columns in
-the order of activations (GPTQ), tensors that are fused across blocks, or parts with second levels that differ.
+A weight keeps its codes if a `Scheme` can describe its blocks in our axes, so that each of these blocks has one scale. Other weights
+are read as floats: columns in the order of activations (GPTQ), tensors that are fused across blocks, and weights whose parts have
+different second-level scales.
 """
 
 import re
@@ -22,7 +23,7 @@ from argosy.ops.quantized import packed_codes
 from argosy.weights.hub.quantized.module import PackedModule
 from argosy.weights.quantized import QuantizedWeights, quantized_model
 
-# Gives the folder's tensors by our per-layer names, with a part in place of packed weights (`reader.Part`).
+# Maps a part of packed weights (`reader.Part`) to a reader by our per-layer names, which gives this part in place of packed weights.
 PartReader = Callable[[Any], Any]
 
 
@@ -33,11 +34,12 @@ def quantized_weights(
     tensors: TensorReader,
     warn: Callable[[str], None],
 ) -> QuantizedWeights | None:
-    """The weights that keep their codes, and the rest as it is; None: none does.
+    """Returns a folder's weights, of which quantized ones keep their codes where possible; None if no weight keeps them.
 
     Args:
-        sources: by per-layer name, the tensors that a weight is made from, in the order of its row; None: one that is not packed.
-        tensors: the folder's own.
+        sources: the modules that each weight is made from, by per-layer name, in the order of its row in the Hub table. None stands
+            for a tensor that is not packed.
+        tensors: the tensors of the folder under their own names.
         warn: called with a sentence about packed weights that are read as floats.
     """
     schemes, floats, cache, blocks = {}, list[str](), dict[Any, Any](), read("blocks")
@@ -64,7 +66,7 @@ def quantized_weights(
 def _scheme(
     name: str, of: Contraction, modules: list[PackedModule], blocks: Any, tensors: TensorReader, cache: dict[Any, Any]
 ) -> Scheme | None:
-    """How a weight is quantized that is made from these modules; None: in no way that a scheme says."""
+    """Returns the scheme of a weight that is made from these modules; None if no scheme describes it."""
     kinds = {(m.format, m.minima, m.activations, m.activation_block, m.activations_scale) for m in modules}
     if len(kinds) > 1 or (modules[0].is_two_level and not _are_equal_outer(of, modules, tensors)):
         return None
@@ -83,14 +85,14 @@ def _scheme(
 
 
 def _are_equal_outer(of: Contraction, modules: list[PackedModule], tensors: TensorReader) -> bool:
-    """Whether a weight, of each expert, has one second level."""
+    """Whether a weight has a single second-level scale, or a weight with experts one for each expert."""
     numbers = np.concatenate([module.outer(tensors) for module in modules])
     experts = of.sizes[of.group] if of.group else 1
     return len(numbers) % experts == 0 and bool((numbers.reshape(-1, experts) == numbers[:experts]).all())
 
 
 def _granularity(path: str, of: Contraction, module: PackedModule, blocks: Any) -> str | int | None:
-    """The widest granularity whose blocks, in our axes, lie within theirs."""
+    """Returns the widest granularity whose blocks, in our axes, lie within the blocks of the module; None if there is none."""
     # Experts are packed alike.
     is_apart = blocks.is_apart(path)
     numbers = blocks.read_part(path, 0) if is_apart else blocks.read(path)
@@ -105,19 +107,20 @@ def _granularity(path: str, of: Contraction, module: PackedModule, blocks: Any) 
 
 
 def _granularities(module: PackedModule) -> list[str | int]:
-    """The granularities that may say a module's blocks, the widest first."""
+    """Returns the granularities that may describe the blocks of a module, the widest first."""
     rows, columns = module.block
     if module.block == module.shape:
         return ["tensor", "channel"]
     if rows == 1:
-        # Smaller ones where an axis of ours ends within a block.
+        # Smaller groups are needed where one of our axes ends within a block.
         smaller = [n for n in (columns >> i for i in range(4)) if n >= 8 or n == columns]
         return ["channel", *smaller] if columns == module.shape[-1] else list(smaller)
     return [f"{columns >> i}x{rows >> i}" for i in range(4) if min(columns, rows) >> i >= 16]
 
 
 class PackedArrays:
-    """The arrays of the quantized model: a `TensorReader`, as `RoundedTensors` is, with the codes of the folder."""
+    """A `TensorReader` of the arrays of the quantized model, with the codes of the folder. `RoundedTensors` is its counterpart for
+    weights that are rounded here."""
 
     def __init__(self, config: Any, schemes: Mapping[str, Scheme], read: PartReader):
         model = quantized_model(config, schemes)

@@ -1,9 +1,9 @@
-"""A module of a Hub folder whose weight is packed: what every layout says of it.
+"""A module of a Hub folder whose weight is packed, described in the same way for every layout.
 
     w[o, i] = (values[o, i] - zero) * scale[o, i] - minimum[o, i]
 
-A weight has two axes, outputs by inputs. Scales are for blocks of it, in rows and columns; blocks at the edges may be partial.
-Values are the codes of `adapt.formats`: whole numbers of eight bits are signed, of fewer they begin at 0.
+A weight has two axes, [outputs, inputs]. A scale belongs to a block of rows and columns, and blocks at the edges may be partial.
+Values are the codes of `adapt.formats`: integers of eight bits are signed, integers of fewer bits begin at 0.
 """
 
 from collections.abc import Sequence
@@ -27,14 +27,14 @@ LEVELS = np.asarray((*E2M1, *(-m for m in E2M1)), np.float32)
 class PackedModule:
     """One packed module.
 
-    name: its path.
-    tensors: what the folder has in place of that weight.
-    format: a key of `FORMATS`.
-    shape: of the weight.
-    block: the rows and columns that share a scale.
+    name: the path of the module in the Hub's names.
+    tensors: the names of the tensors that the folder has in place of the weight.
+    format: the number format, a key of `FORMATS`.
+    shape: the shape of the weight, [outputs, inputs].
+    block: the numbers of rows and of columns that share a scale.
     minima: whether there are zero points.
-    activations, activation_block, activations_scale: as in `adapt.quant.Scheme`.
-    columns: the block of each column, where columns of a block are not neighbors; None: they are.
+    activations, activation_block, activations_scale: the fields of `adapt.quant.Scheme`.
+    columns: the index of each column's block where the columns of a block are not neighbors, else None.
     """
 
     name: str
@@ -52,7 +52,7 @@ class PackedModule:
 
     @property
     def weight(self) -> str:
-        """The name of the weight that it stands for."""
+        """The Hub's name of the weight that is packed."""
         return f"{self.name}.weight"
 
     @property
@@ -61,30 +61,30 @@ class PackedModule:
         return f"{self.name}.weight_scale"
 
     def values(self, tensors: TensorReader) -> np.ndarray:
-        """The codes, of the weight's shape."""
+        """Reads the codes, in the shape of the weight."""
         raise NotImplementedError
 
     def scale(self, tensors: TensorReader) -> np.ndarray:
-        """The scale of each block, as the format stores it.
+        """Reads the scale of each block, as the format stores it, [blocks of rows, blocks of columns].
 
         Raises:
-            Damaged: one is no number.
+            Damaged: a scale is not a finite number.
         """
         raise NotImplementedError
 
     def minimum(self, tensors: TensorReader) -> np.ndarray:
-        """What is subtracted in each block, float32."""
+        """Reads the number that is subtracted in each block, float32: zero point times scale."""
         raise NotImplementedError
 
     def outer(self, tensors: TensorReader) -> np.ndarray:
-        """The second level of scales, one number of float32."""
+        """Reads the second-level scale, one float32 number."""
         raise NotImplementedError
 
     def input_scale(self, tensors: TensorReader) -> np.ndarray:
-        """The static scale of data, one number of float32.
+        """Reads the static scale of the module's inputs, one float32 number.
 
         Raises:
-            Damaged: it is not positive.
+            Damaged: the scale is not positive.
         """
         scale = finite_scales(tensors, f"{self.name}.input_scale").reshape(())
         if scale < TINY:
@@ -93,7 +93,7 @@ class PackedModule:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """How many blocks there are, in rows and columns."""
+        """The number of blocks along the rows and along the columns."""
         return tuple(-(-size // each) for size, each in zip(self.shape, self.block, strict=True))
 
     @property
@@ -101,14 +101,14 @@ class PackedModule:
         return FORMATS[self.format].scales == "e4m3"
 
     def whole(self, blocks: np.ndarray) -> np.ndarray:
-        """Numbers of blocks, repeated to the shape of the weight."""
+        """Repeats one number per block to the shape of the weight."""
         rows = np.repeat(blocks, self.block[0], 0)[: self.shape[0]]
         if self.columns is not None:
             return rows[:, self.columns]
         return np.repeat(rows, self.block[1], 1)[:, : self.shape[1]]
 
     def floats(self, tensors: TensorReader) -> np.ndarray:
-        """The weight, float32."""
+        """Reads and dequantizes the weight, float32."""
         values, scale = self.values(tensors), self.scale(tensors)
         elements = FORMATS[self.format].elements
         if isinstance(elements, Integers):
@@ -131,11 +131,12 @@ def check_tensor(tensors: TensorReader, name: str, kinds: Sequence[np.dtype], sh
     """Checks a tensor of a packed module without reading it, and returns its shape.
 
     Args:
-        shape: what it must be; None: any of two axes.
+        kinds: the permitted types.
+        shape: the required shape. None permits any shape with two axes.
 
     Raises:
-        BadInput: it is missing, or has another shape.
-        Damaged: it has another type.
+        BadInput: the tensor is missing, or has another shape.
+        Damaged: the tensor has another type.
     """
     if name not in tensors.names:
         raise BadInput(f"{quote_name(name)} is missing", hint="a packed weight needs its scales: is the folder complete?")
@@ -150,16 +151,16 @@ def check_tensor(tensors: TensorReader, name: str, kinds: Sequence[np.dtype], sh
 
 
 def check_number(tensors: TensorReader, name: str) -> None:
-    """Checks a tensor of one number, in any of the shapes in which it is written; as `check_tensor`."""
+    """Checks a tensor that holds one float, of shape [], [1] or [1, 1]. Errors are those of `check_tensor`."""
     stored = tuple(tensors.shape(name)) if name in tensors.names else ()
     check_tensor(tensors, name, FLOATS, stored if stored in ((), (1,), (1, 1)) else (1,))
 
 
 def finite_scales(tensors: TensorReader, name: str) -> np.ndarray:
-    """Scales as float32.
+    """Reads scales as float32.
 
     Raises:
-        Damaged: one is not finite.
+        Damaged: a scale is not finite.
     """
     scale = np.asarray(tensors.read(name), np.float32)
     if not np.isfinite(scale).all():
@@ -168,10 +169,14 @@ def finite_scales(tensors: TensorReader, name: str) -> np.ndarray:
 
 
 def group_of(size: Any, columns: int, where: str) -> int:
-    """How many columns share a scale, from `group_size`; -1 and None: all.
+    """Returns how many columns share a scale.
+
+    Args:
+        size: the `group_size` of the config. -1 and None mean all columns.
+        where: the name of the module, for errors.
 
     Raises:
-        BadInput: it is not a positive whole number, or does not divide the columns.
+        BadInput: `size` is not a positive integer, or does not divide the number of columns.
     """
     if size is None or size == -1:
         return columns
@@ -181,7 +186,7 @@ def group_of(size: Any, columns: int, where: str) -> int:
 
 
 def unpacked_words(words: np.ndarray, bits: int, axis: int) -> np.ndarray:
-    """The numbers that lie in words of 32 bits along an axis, uint8, the first in the lowest bits."""
+    """Unpacks numbers of few bits, as uint8, from 32-bit words along an axis. The first number is in the lowest bits."""
     words = np.moveaxis(words, axis, -1).view(np.uint32)
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     numbers = (words[..., None] >> shifts & np.uint32((1 << bits) - 1)).astype(np.uint8)
@@ -189,7 +194,8 @@ def unpacked_words(words: np.ndarray, bits: int, axis: int) -> np.ndarray:
 
 
 def packed_words(codes: np.ndarray, bits: int, axis: int) -> np.ndarray:
-    """Numbers of few bits in words of 32, int32, the first in the lowest bits; the last word is filled up with zeros."""
+    """Packs numbers of few bits into 32-bit words, int32, along an axis. The first number is in the lowest bits, and the last word is
+    filled up with zeros."""
     codes, count = np.moveaxis(codes, axis, -1), 32 // bits
     codes = np.pad(codes, [*[(0, 0)] * (codes.ndim - 1), (0, -codes.shape[-1] % count)])
     parts = codes.reshape(*codes.shape[:-1], -1, count).astype(np.uint32) << np.arange(0, 32, bits, dtype=np.uint32)
@@ -198,9 +204,9 @@ def packed_words(codes: np.ndarray, bits: int, axis: int) -> np.ndarray:
 
 
 INTEGERS = {2: "int2", 4: "int4", 8: "int8"}
-"""The format of whole numbers by their bits."""
+"""The integer format of each number of bits."""
 
 
 def signed_if_eight(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Codes that begin at 0, as the formats have them: those of eight bits are signed."""
+    """Converts codes that begin at 0 to those of `FORMATS`: codes of eight bits become signed, codes of fewer bits stay as they are."""
     return (codes.astype(np.int16) - 128).astype(np.int8) if bits == 8 else codes

@@ -1,9 +1,9 @@
-"""compressed-tensors' `int-quantized`, `float-quantized` and `naive-quantized`: a number of eight bits for each weight; and `fp8` as
-DeepSeek-V3 is published (arXiv:2412.19437), with `weight_scale_inv` in place of `weight_scale`.
+"""compressed-tensors' `int-quantized`, `float-quantized` and `naive-quantized`, which store each number of a weight in eight bits. And
+`fp8`, in which DeepSeek-V3 is published (arXiv:2412.19437), with `weight_scale_inv` in place of `weight_scale`.
 
     NAME.weight              int8 or fp8 e4m3 [outputs, inputs]
     NAME.weight_scale        [1] for a tensor, [outputs, 1] for channels, [outputs, groups], or one for each tile
-    NAME.weight_zero_point   int8 as the scales, of asymmetric modules
+    NAME.weight_zero_point   int8 in the shape of the scales, asymmetric modules only
 
 (compressed-tensors 0.20, compressors/naive_quantized.)
 """
@@ -33,10 +33,10 @@ class NaiveQuantized(PackedModule):
     def of(
         name: str, tensors: TensorReader, args: dict[str, Any], *, scales: str = "weight_scale", **activations: Any
     ) -> "NaiveQuantized":
-        """Checks the tensors of a module; other arguments, and errors, as `PackQuantized.of`.
+        """Checks the tensors of a module and describes it. Other arguments and errors are those of `PackQuantized.of`.
 
         Args:
-            scales: the end of the name of its scales.
+            scales: the last part of the name of the scales.
         """
         bits, kind = args.get("num_bits", 8), str(args.get("type", "int"))
         if bits != 8 or kind not in KINDS:
@@ -67,7 +67,7 @@ class NaiveQuantized(PackedModule):
 
 
 def _block(args: dict[str, Any], shape: tuple[int, ...], name: str) -> tuple[int, int]:
-    """The rows and columns that share a scale."""
+    """Returns the numbers of rows and of columns that share a scale."""
     strategy = args.get("strategy")
     if strategy == "tensor":
         return shape[0], shape[1]

@@ -1,10 +1,10 @@
-"""compressed-tensors' `pack-quantized`: whole numbers of 2, 4 or 8 bits in words of 32.
+"""compressed-tensors' `pack-quantized`: integers of 2, 4 or 8 bits in 32-bit words.
 
     NAME.weight_packed       int32 [outputs, ceil(inputs * bits / 32)], the first number in the lowest bits, each plus 2^(bits - 1)
     NAME.weight_scale        [outputs, groups]
     NAME.weight_shape        [outputs, inputs] as numbers
     NAME.weight_zero_point   int32 [ceil(outputs * bits / 32), groups], packed along the outputs; asymmetric modules only
-    NAME.weight_g_idx        the group of each input, in folders of before 2026 whose columns were ordered
+    NAME.weight_g_idx        [inputs], the group of each input, in folders from before 2026 whose columns were reordered
 
 (compressed-tensors 0.20, compressors/pack_quantized.)
 """
@@ -33,7 +33,7 @@ from argosy.weights.hub.quantized.module import (
 class PackQuantized(PackedModule):
     """A module whose weight is stored in this layout.
 
-    bits: of each number.
+    bits: the number of bits of each code.
     """
 
     bits: int = 4
@@ -42,13 +42,14 @@ class PackQuantized(PackedModule):
 
     @staticmethod
     def of(name: str, tensors: TensorReader, args: dict[str, Any], **activations: Any) -> "PackQuantized":
-        """The weight of the module of this name, after a check of its tensors.
+        """Checks the tensors of a module and describes it.
 
         Args:
             args: the entry `weights` of the quantization in config.json.
+            activations: the fields of `PackedModule` that say how the inputs of the module are rounded.
 
         Raises:
-            BadInput, Damaged: as `check_tensor`; or the number of bits is not supported.
+            BadInput, Damaged: an error of `check_tensor`, or the number of bits is not supported.
         """
         bits = args.get("num_bits", 8)
         if bits not in INTEGERS or args.get("type", "int") != "int":
@@ -85,15 +86,19 @@ class PackQuantized(PackedModule):
 
 
 def column_groups(tensors: TensorReader, name: str, columns: int, group: int) -> np.ndarray | None:
-    """The number of each column's group of shared scales (`g_idx`); None where columns are grouped in their order.
+    """Reads the index of each column's group (`g_idx`); None where groups are of neighboring columns in order.
+
+    Args:
+        columns: the number of columns.
+        group: the number of columns of a group.
 
     Raises:
-        BadInput: the tensor has no group for some column.
-        Damaged: it names a group that does not exist.
+        BadInput: the tensor is missing, or its length is not `columns`.
+        Damaged: the tensor names a group that does not exist.
     """
     check_tensor(tensors, name, (np.dtype(np.int32), np.dtype(np.int64)), (columns,))
     groups = np.asarray(tensors.read(name))
-    # -1: the module was not ordered.
+    # -1 means that the columns of the module were not reordered.
     if (groups == -1).all() or np.array_equal(groups, np.arange(columns) // group):
         return None
     if groups.min() < 0 or groups.max() >= columns // group:

@@ -1,7 +1,7 @@
-"""The tensors of a quantized Hub folder under the names of a plain one: each packed module as "NAME.weight".
+"""Reads a quantized Hub folder under the names of an unquantized one, with each packed module as "NAME.weight".
 
-The same reader gives, in place of the floats, the codes, the scales or the zero points repeated to the weight's shape. A `KeyMap`
-only moves numbers, so that it carries all of them into the axes of our models.
+In place of floats, the same reader can give the codes, or scales or zero points repeated to the shape of the weight. A `KeyMap` only
+moves numbers, so it maps all of these to the axes of our models.
 """
 
 from collections.abc import Iterable, KeysView
@@ -21,7 +21,7 @@ class PackedTensors:
     """A `TensorReader` of a folder with packed modules.
 
     Args:
-        part: what stands for packed weights; `blocks` numbers the blocks that share a scale.
+        part: what is read in place of packed weights. `blocks` reads the index of the block that each number is in.
     """
 
     def __init__(self, tensors: TensorReader, modules: Iterable[PackedModule], part: Part = "floats"):
@@ -34,7 +34,7 @@ class PackedTensors:
         self._names = dict.fromkeys(weight_of.get(name, name) for name in plain)
 
     def with_part(self, part: Part) -> "PackedTensors":
-        """The same tensors, with something else in place of packed weights."""
+        """Returns a reader of the same tensors that reads another part in place of packed weights."""
         return PackedTensors(self.tensors, self.modules.values(), part)
 
     @property
@@ -72,7 +72,7 @@ class PackedTensors:
             case "outer":
                 return np.broadcast_to(module.outer(self.tensors), module.shape)
             case _:
-                # Of no two modules that are neighbors the same.
+                # The indices of blocks must differ between neighboring modules.
                 numbers = np.arange(np.prod(module.blocks), dtype=np.uint32).reshape(module.blocks)
                 return module.whole(numbers + self._first[name])
 

@@ -1,6 +1,7 @@
-"""Which modules of a folder are packed, and how: `quantization_config` of config.json and the names of the tensors.
+"""Finds the packed modules of a folder, from `quantization_config` of config.json and the names of the tensors.
 
-The tensors decide what is packed; config.json says how. What it lists under `ignore` or `modules_to_not_convert` is stored plain.
+The names of the tensors decide which modules are packed, and config.json says how. Modules that it lists under `ignore` or
+`modules_to_not_convert` are not quantized.
 """
 
 import re
@@ -25,17 +26,18 @@ COMPRESSED = (
 """The formats of compressed-tensors that are read."""
 
 FP8_SCALES = "weight_scale_inv"
-"""The end of the name of scales in `fp8`."""
+"""The last part of the name of scales in `fp8`."""
 
 SCALES_OF_DATA = ("input_scale", "input_zero_point", "input_global_scale", "k_scale", "v_scale", "q_scale", "output_scale")
-"""Calibrated scales of data and of the cache. Of these, `input_scale` of a whole tensor without a zero point is used."""
+"""Names of calibrated scales of activations and of the KV cache. Only `input_scale` is used, if it is one number without a zero
+point."""
 
 
 def check_layout(settings: dict[str, Any], where: str) -> None:
-    """Checks that a layout is one of those that are read.
+    """Checks that the layout of a `quantization_config` is supported.
 
     Raises:
-        BadInput: it is not; the message lists the supported layouts.
+        BadInput: the layout is not supported. The message lists the supported ones.
     """
     if settings.get("quant_method") != "compressed-tensors":
         return
@@ -47,10 +49,14 @@ def check_layout(settings: dict[str, Any], where: str) -> None:
 
 
 def packed_modules(settings: dict[str, Any], tensors: TensorReader, where: str) -> list[PackedModule]:
-    """The packed modules of a folder. No weight is read.
+    """Returns the packed modules of a folder without reading their weights.
+
+    Args:
+        settings: the `quantization_config` of config.json.
+        where: the path of the folder, for errors.
 
     Raises:
-        BadInput, Damaged: a module's tensors do not fit together, or are packed in a way that is not supported.
+        BadInput, Damaged: the tensors of a module do not fit together, or are packed in a way that is not supported.
     """
     try:
         return list(_modules(settings, tensors, where))
@@ -66,7 +72,7 @@ def _modules(settings: dict[str, Any], tensors: TensorReader, where: str) -> Ite
             yield AwqPacked.of(name, tensors, settings) if method == "awq" else GptqPacked.of(name, tensors, settings)
         return
     if method == "fp8":
-        # Data stays as it is: published programs round it to FP8 too, which saves time on their devices and costs accuracy.
+        # Activations are not rounded. Published programs round them to FP8, which saves time on their devices and costs accuracy.
         args = {"type": "float", "strategy": "block", "block_structure": settings["weight_block_size"]}
         for name in [n.removesuffix(f".{FP8_SCALES}") for n in tensors.names if n.endswith(f".{FP8_SCALES}")]:
             yield NaiveQuantized.of(name, tensors, args, scales=FP8_SCALES)
@@ -95,10 +101,10 @@ def _modules(settings: dict[str, Any], tensors: TensorReader, where: str) -> Ite
 
 
 def _groups(settings: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """The entries of `config_groups` that quantize weights.
+    """Returns the entries of `config_groups` that quantize weights.
 
     Raises:
-        BadInput: there are none, or they are no objects.
+        BadInput: there are none, or they are not JSON objects with targets.
     """
     groups = settings.get("config_groups")
     entries = list(groups.values()) if isinstance(groups, dict) else []
@@ -111,7 +117,8 @@ def _groups(settings: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _group_for(groups: list[dict[str, Any]], name: str) -> dict[str, Any] | None:
-    """The group of a module: one that names it, by its path or a regular expression, before one of a class such as Linear."""
+    """Returns the config group of a module. A group that names the module, by path or regular expression, comes before a group that
+    names a class such as Linear."""
     for group in groups:
         for target in map(str, group["targets"]):
             if target == name or (target.startswith("re:") and _matches(target[3:], name)):
@@ -127,8 +134,8 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _activations(args: Any) -> dict[str, Any]:
-    """How data is rounded: with scales of its own, or with one from calibration. Where that has blocks or a zero point, data stays as
-    it is."""
+    """Returns the fields of `PackedModule` that say how activations are rounded, with dynamic scales or one static scale. Returns none,
+    which leaves activations as they are, for zero points and for other static scales."""
     if not isinstance(args, dict) or not args.get("symmetric", True):
         return {}
     number = f"{args.get('type')} {args.get('num_bits')}"

@@ -1,12 +1,12 @@
 """Writes a quantized model as a Hub folder in the layouts of compressed-tensors 0.20, which transformers and vLLM read.
 
-    int8 with data in int8                      int-quantized
-    int4, and int8 with data as it is           pack-quantized: what vLLM multiplies so
-    fp8: a tensor, channels, tiles              float-quantized
+    int8 with activations in int8               int-quantized
+    int4, and int8 with float activations       pack-quantized, which vLLM has kernels for
+    fp8 per tensor, channel or tile             float-quantized
     NVFP4, MXFP4                                nvfp4-pack-quantized, mxfp4-pack-quantized
 
-Static scales of data are `input_scale`, one number for a module. Codes and scales are moved to their axes by the family's `KeyMap`, as
-floats are. What a layout cannot say is an error before anything is written.
+A static scale of activations is written as `input_scale`, one number for a module. The family's `KeyMap` moves codes and scales to the
+Hub's axes, as it moves floats. A scheme that no layout can express is an error before anything is written.
 """
 
 import math
@@ -38,14 +38,14 @@ from argosy.weights.quantized import quantized_model
 
 BITS = {format: bits for bits, format in INTEGERS.items() if bits != 2}
 FP4_COLUMNS = {"nvfp4": 16, "mxfp4": 32}
-# The bits and the type of data, by the formats of weights and of data.
+# The bits and the type of activations, by (format of weights, format of activations).
 PRODUCTS = {
     ("int8", "int8"): (8, "int"),
     ("int4", "int8"): (8, "int"),
     ("fp8_e4m3", "fp8_e4m3"): (8, "float"),
     ("mxfp4", "mxfp4"): (4, "float"),
 }
-# Stands for the type of tensors that are not written as they are.
+# A placeholder for the type of packed tensors, which are not written in their own type.
 PACKED = np.dtype(bool)
 WAY_OUT = "to=argosy takes every format; or rules that leave the weight as it is"
 
@@ -54,9 +54,9 @@ WAY_OUT = "to=argosy takes every format; or rules that leave the weight as it is
 class WrittenModule:
     """How a module is written.
 
-    layout: of compressed-tensors.
-    block: the rows and columns that share a scale.
-    weights, data: the arguments of the quantization of weights and of data, as JSON.
+    layout: the layout of compressed-tensors.
+    block: the numbers of rows and of columns that share a scale.
+    weights, data: the `weights` and `input_activations` of its config group, as JSON. `data` is None where activations are floats.
     """
 
     layout: str
@@ -78,14 +78,14 @@ def compressed_files(
     dtype: Any = None,
     shard_bytes: float = 5e9,
 ) -> list[File]:
-    """The files of a Hub folder for a quantized model. Arguments as `hub_files`, and
+    """Returns the files of a Hub folder for a quantized model. Other arguments are those of `hub_files`.
 
     Args:
-        weights: of the quantized model, by per-layer name.
-        schemes: how each contraction is quantized, by its per-layer name, such as layers.3.attn.q.
+        weights: the arrays of the quantized model, by per-layer name.
+        schemes: the scheme of each quantized contraction, by its per-layer name, such as layers.3.attn.q.
 
     Raises:
-        Unsupported: the layout has no place for a scheme, or for the way in which the family stores a weight.
+        Unsupported: no layout can express a scheme, or the way in which the family stores a weight.
     """
     model = quantized_model(config, schemes)
     contractions = {n: of for n, of in find(model, ".*").items() if n in schemes and isinstance(of, QuantizedEinsum)}
@@ -130,10 +130,14 @@ def _is_code(path: str, contractions: Mapping[str, QuantizedEinsum]) -> bool:
 
 
 def _check_parts(name: str, paths: Sequence[str], contractions: Mapping[str, QuantizedEinsum]) -> None:
-    """Checks that a tensor of theirs is made of weights that are quantized alike.
+    """Checks that the weights that form one tensor on the Hub are quantized by the same scheme.
+
+    Args:
+        name: the tensor's name on the Hub.
+        paths: our names of the weights that form it.
 
     Raises:
-        Unsupported: it is not.
+        Unsupported: their schemes differ, or a weight is an embedding.
     """
     names = [path.removesuffix(".w") for path in paths if _is_code(path, contractions)]
     if names and (len(names) < len(paths) or len({contractions[n].scheme for n in names}) != 1):
@@ -147,14 +151,14 @@ def _check_parts(name: str, paths: Sequence[str], contractions: Mapping[str, Qua
 
 
 def _written_module(name: str, scheme: Scheme, of: QuantizedEinsum, shape: Shape, blocks: TensorEntry) -> WrittenModule:
-    """How a module is written.
+    """Selects how a module is written.
 
     Args:
-        shape: of their matrix.
-        blocks: their matrix, with the number of the block of each weight.
+        shape: the shape of the matrix on the Hub, [outputs, inputs].
+        blocks: the matrix on the Hub, with the index of its block in place of each number.
 
     Raises:
-        Unsupported: in no way that keeps its numbers.
+        Unsupported: no layout keeps the numbers of the module.
     """
     each = dict(zip(of.spec, scheme.block(of)[of.stacked :], strict=True))
     columns = math.prod(each[letter] for letter in of.inner)
@@ -186,7 +190,7 @@ def _written_module(name: str, scheme: Scheme, of: QuantizedEinsum, shape: Shape
 
 
 def _tile(scheme: Scheme, where: str) -> tuple[int, int]:
-    """The rows and columns of a tile."""
+    """Returns the numbers of rows and of columns of a tile."""
     parts = str(scheme.granularity).split("x")
     if len(parts) != 2:
         raise Unsupported(f"{where}: fp8 has scales for a tensor, channels or tiles there, not for groups", hint="granularity: 128x128")
@@ -194,7 +198,7 @@ def _tile(scheme: Scheme, where: str) -> tuple[int, int]:
 
 
 def _strategy(format: str, block: Shape, shape: Shape) -> dict[str, Any]:
-    """The strategy of the scales, and its sizes."""
+    """Returns the `strategy` of the scales and its sizes, as entries of a config group."""
     if format in FP4_COLUMNS:
         return {"strategy": "tensor_group" if format == "nvfp4" else "group", "group_size": block[1]}
     if tuple(block) == tuple(shape):
@@ -205,7 +209,7 @@ def _strategy(format: str, block: Shape, shape: Shape) -> dict[str, Any]:
 
 
 def _data(scheme: Scheme, where: str) -> dict[str, Any] | None:
-    """The arguments of the quantization of data."""
+    """Returns the `input_activations` of a config group; None where activations are not rounded."""
     if scheme.activations is None:
         return None
     args = {"symmetric": True, "dynamic": not scheme.is_static, "group_size": None}
@@ -226,7 +230,7 @@ def _data(scheme: Scheme, where: str) -> dict[str, Any] | None:
 
 
 def _divides(blocks: TensorEntry, block: Shape) -> bool:
-    """Whether all weights of each of their blocks have one number."""
+    """Whether each block of the Hub's layout lies within one of our blocks."""
     numbers = blocks.make()
     rows, columns = (np.arange(0, size, each) for size, each in zip(numbers.shape, block, strict=True))
 
@@ -237,7 +241,7 @@ def _divides(blocks: TensorEntry, block: Shape) -> bool:
 
 
 def _quantization_config(modules: Mapping[str, WrittenModule], unquantized: list[str]) -> dict[str, Any]:
-    """`quantization_config`."""
+    """Returns the `quantization_config` of config.json."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for name, module in modules.items():
         groups.setdefault(module.kind, []).append(name)
@@ -252,7 +256,7 @@ def _quantization_config(modules: Mapping[str, WrittenModule], unquantized: list
             "output_activations": None,
             "format": module.layout,
         }
-    # A tied head is a module, and no tensor.
+    # A tied head is a module without a tensor of its own.
     ignored = [*unquantized, *(["lm_head"] if "lm_head" not in [*modules, *unquantized] else [])]
     return {
         "quant_method": "compressed-tensors",
@@ -268,10 +272,12 @@ def _quantization_config(modules: Mapping[str, WrittenModule], unquantized: list
 
 
 class _WholeWeights:
-    """The weights of a quantized model under the names of the plain one: a part of each quantized weight, repeated to its shape.
+    """A reader of a quantized model under the names of the unquantized one. It gives one part of each quantized weight, repeated to
+    the shape of the weight.
 
     Args:
-        part: values, scale, minimum, outer, x_scale; `blocks` numbers the blocks that share a scale; `plain` reads only the rest.
+        part: values, scale, minimum, outer or x_scale. `blocks` gives the index of each number's block. `plain` reads only weights
+            that are not quantized.
     """
 
     def __init__(self, config: LanguageConfig, weights: TensorReader, contractions: Mapping[str, QuantizedEinsum], part: str):
@@ -298,7 +304,7 @@ class _WholeWeights:
             return self.weights.read(name)
         of, shape = self.contractions[name.removesuffix(".w")], self._shapes[name]
         if self.part == "blocks":
-            # From the file's name on: the parts of one matrix must not have the same.
+            # The indices must differ between the weights of one matrix, so they start at a number from the name.
             first = list(self.contractions).index(name.removesuffix(".w")) % 15 << 28
             counts = tuple(size // each for size, each in zip(shape, of.scheme.block(of), strict=True))
             numbers = np.arange(first, first + math.prod(counts), dtype=np.uint32).reshape(counts)
@@ -312,10 +318,10 @@ class _WholeWeights:
 
 
 def _packed_entries(name: str, module: WrittenModule, whole: Mapping[str, TensorEntry]) -> Iterator[TensorEntry]:
-    """The tensors of a module.
+    """Yields the tensors of a module.
 
     Args:
-        whole: its parts, each of the shape of its weight.
+        whole: the parts of the module (values, scale, ...), each repeated to the shape of the weight.
     """
     shape, args = whole["values"].shape, module.weights
     bits, counts = args["num_bits"], tuple(-(-size // each) for size, each in zip(shape, module.block, strict=True))
@@ -335,7 +341,7 @@ def _packed_entries(name: str, module: WrittenModule, whole: Mapping[str, Tensor
 
     scales = np.float32
     if module.layout == "pack-quantized":
-        # Of eight bits our codes are signed, of fewer they begin at 0.
+        # Our codes of eight bits are signed, those of fewer bits begin at 0.
         shift, count = (128 if bits == 8 else 0), 32 // bits
         make = lambda: packed_words((values().astype(np.int16) + shift).astype(np.uint8), bits, 1)  # noqa: E731
         yield entry("weight_packed", (shape[0], -(-shape[1] // count)), np.int32, make)
