@@ -1,1 +1,1 @@
-"""A run at rest: its directory, its checkpoints, and whatever a MODEL argument names."""
+"""Run directories and their checkpoints, and the opening of any model that a MODEL argument names."""

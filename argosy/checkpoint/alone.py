@@ -1,4 +1,5 @@
-"""The calls of `parallel.processes` for a process that acts alone, whatever others the run has: a reader of its checkpoints."""
+"""The calls of `parallel.processes` for a process that reads checkpoints by itself. They do not communicate with other processes of the
+run."""
 
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,7 +1,7 @@
-"""The identity of other models that a run needs: the base under its adapters, and its teacher.
+"""Identifies other models that a run needs: the base under its adapters, and its teacher.
 
-A model is identified by its path and by the size and SHA-256 of its weight files. It is opened again from that path; a changed model is
-refused, because adapters on other weights give plausible nonsense. When a model is loaded, a file with the recorded size and time
+A model is identified by its path and by the size and SHA-256 of its weight files. It is opened again from that path. A changed model
+is refused, because adapters on other weights give plausible nonsense. When a model is loaded, a file with the recorded size and time
 counts as unchanged. A run that resumes hashes every file.
 """
 
@@ -19,11 +19,11 @@ from argosy.weights.peft.sites import FILES
 
 @dataclass(frozen=True)
 class ModelRole:
-    """The role of a model in a run, for errors.
+    """Texts of errors about a model that a run needs.
 
-    model: its role.
-    missing: hint if the model does not exist.
-    mismatch: hint if its weights have changed.
+    model: the role of the model, such as "the base model under these adapters".
+    missing: the hint if the model does not exist.
+    mismatch: the hint if its weights have changed.
     """
 
     model: str
@@ -40,19 +40,20 @@ UNDER_ADAPTERS = ModelRole(
 
 
 def describe_base(stored: OpenedModel, address: str) -> dict[str, Any]:
-    """The description of a base for a checkpoint: its path, and the size, SHA-256 and time of every weight file.
+    """Describes a base model for a checkpoint: its path, and the size, SHA-256 and time of every weight file.
 
     Args:
-        address: its path or address, as the user gave it.
+        address: the path or address of the model, as the user gave it.
     """
-    # The newest checkpoint of a run changes; the step itself does not.
+    # The path of the step is recorded, because the newest checkpoint of a run changes.
     path = address if "://" in address or is_hub(address) else str(stored.path.resolve())
     files = {file.name: manifest.hash_file(file) | {"mtime_ns": file.stat().st_mtime_ns} for file in files_of(stored)}
     return {"path": path, "files": files}
 
 
 def files_of(stored: OpenedModel) -> list[Path]:
-    """The files of a model's weights. A checkpoint's manifest holds the hashes of the others."""
+    """Returns the files that identify a model's weights. For a checkpoint that is the manifest, which holds the hashes of the
+    others."""
     if stored.path.is_file():
         return [stored.path]
     if stored.kind == "peft" and stored.adapted is not None:
@@ -64,7 +65,7 @@ def check_exists(description: Mapping[str, Any], role: ModelRole) -> None:
     """Checks that a described model still exists at its path.
 
     Raises:
-        BadInput: it does not.
+        BadInput: the model does not exist.
     """
     if is_missing(path := description["path"]):
         raise BadInput(f"{role.model} is not at {path}", hint=role.missing)
@@ -74,10 +75,10 @@ def check_same_weights(stored: OpenedModel, description: Mapping[str, Any], role
     """Checks that a model's weight files match their description.
 
     Args:
-        thorough: whether every file is hashed, even with the same size and time.
+        thorough: whether files of the recorded size and time are hashed too.
 
     Raises:
-        BadInput: they differ.
+        BadInput: the files differ from their description.
     """
     path = description["path"]
     files = {file.name: file for file in files_of(stored)}

@@ -1,7 +1,7 @@
 """A run's checkpoints: `checkpoints/<step>/` holds weights, optimizer, random streams, data position and settings, committed
 together (`step.layout` names the files).
 
-Every process of the run makes the same calls; a run may have one process or several.
+Every process of the run makes the same calls. A run may have one process or several.
 
     save      leader   removes unfinished files of a killed process
               each     writes and hashes the shards of its own devices
@@ -9,9 +9,9 @@ Every process of the run makes the same calls; a run may have one process or sev
     verify    each     reads and hashes its part of the files
     read      each     the metadata of the step, and the shards that its devices need
 
-Saving copies the arrays off the devices and writes in a thread beside training. If it fails in one process, the step is not committed,
-all of them know why, and the next save is tried again. Orbax can read these checkpoints. This module adds the manifest, skipping
-damaged checkpoints, and retention that never leaves a partial checkpoint that looks complete.
+A save copies the arrays off the devices, and a thread writes them while training goes on. If a save fails in one process, the step is
+not committed, all processes learn the reason, and the next save is tried as usual. Orbax can read these checkpoints. Beyond Orbax, this
+module has the manifest, skips damaged checkpoints, and removes old ones so that no partial checkpoint looks complete.
 """
 
 import json
@@ -39,17 +39,17 @@ FAULTS = {kind.__name__: kind for kind in (Damaged, BadInput)}
 
 
 def medium_of(place: str | Path | Store) -> Medium:
-    """The medium of the steps under a folder or an address."""
+    """Returns the medium (a folder or an object store) of the steps at a path or an address."""
     store = place if isinstance(place, Store) else Store(place)
     return (Folder if store.is_local else ObjectStore)(store)
 
 
 class Checkpoints(Tier):
-    """The checkpoints under a folder or an address.
+    """The checkpoints in a folder or at an address.
 
     Args:
-        place: "checkpoints" of a run directory.
-        settings: which checkpoints to keep. None for readers: they act without other processes, and never remove or rename anything.
+        place: the folder `checkpoints` of a run directory, or its address.
+        settings: which checkpoints to keep. None is for readers, which act without other processes and never remove or rename anything.
         warn: called with a sentence when damage is found.
         memory: host memory for the copies of a save.
     """
@@ -69,25 +69,25 @@ class Checkpoints(Tier):
     # ---------------------------------------------------------------- list, verify
 
     def steps(self) -> list[int]:
-        """Committed steps, oldest first; unfinished ones are not included."""
+        """Returns the committed steps, oldest first."""
         return [step for step in self.medium.steps() if self.medium.is_committed(step)]
 
     def lacks_all(self) -> bool:
         return not self.steps()
 
     def latest_good(self, above: int | None = None) -> int | None:
-        """The newest step whose files match their manifest.
+        """Finds the newest step whose files match their manifest. None if there is no checkpoint.
 
-        With settings (the run's own processes), damaged steps found on the way are renamed; a reader changes nothing. If a step is
-        removed by retention while it is being read, the search starts again.
+        With settings (in the processes of the run), damaged steps that are found on the way are renamed. A reader changes nothing. If
+        retention removes a step while it is being read, the search starts again.
 
         Args:
-            above: a step that is good elsewhere; older ones are not looked at.
+            above: a step that is good in another tier. Only newer steps are looked at.
 
         Raises:
-            ArgosyError: a step cannot be reached (permission, network); nothing is renamed for that.
+            ArgosyError: a step cannot be reached (permission, network). Nothing is renamed then.
             Damaged: there are checkpoints, but none is good. They are left as they are, so the next call raises the same error.
-            FailedElsewhere: the same, in other processes than the leader.
+            FailedElsewhere: the leader raised one of these errors. Raised in the other processes.
         """
         steps = self._group.broadcast("steps", lambda: [step for step in self.steps() if above is None or step > above])
         damaged: dict[int, Damaged] = {}
@@ -110,13 +110,13 @@ class Checkpoints(Tier):
         return good
 
     def go_back(self) -> int | None:
-        """The newest good step, for a run that returns to it and makes different steps afterwards."""
+        """Returns the newest good step, for a run that returns to it and then takes other steps than before."""
         return self.latest_good()
 
     def _conclude(
         self, steps: list[int], damaged: Mapping[int, Damaged], good: int | None, unreached: ArgosyError | None, above: int | None
     ) -> None:
-        """Raises what stands against going on, or sets aside what was damaged."""
+        """Renames damaged steps, or raises the error if a step cannot be reached or no step is good."""
         if unreached is not None:
             raise unreached
         newer = good if good is not None else above
@@ -132,7 +132,7 @@ class Checkpoints(Tier):
             self.warn(f"checkpoint {step} is damaged{aside}: {damage.what} ({damage.where}); using step {newer}")
 
     def _fault(self, step: int) -> ArgosyError | None:
-        """What is wrong with a step, the same in all processes; None where nothing is."""
+        """Verifies a step in all processes. Returns the same error in all of them, or None if the step is good."""
         local_fault = self._own_fault(step)
         facts = None if local_fault is None else [type(local_fault).__name__, local_fault.what, local_fault.where, local_fault.hint]
         faults = self._group.all_gather("faults", facts)
@@ -142,17 +142,17 @@ class Checkpoints(Tier):
         return FAULTS.get(kind, ArgosyError)(problem, where=where, hint=hint)
 
     def _own_fault(self, step: int) -> ArgosyError | None:
-        """What is wrong with this process's part of the files of a step."""
+        """Verifies this process's part of the files of a step. Returns the error, or None if they are good."""
         count = self._group.process_count()
         try:
             files = self.medium.files(step)
-            # The largest first, so that no process is left with one at the end.
+            # The largest files come first, so that no process is left with a large file at the end.
             names = sorted(files, key=lambda name: (-files[name]["bytes"], name))[self._group.rank() :: count]
-            # Who is alone needs them all.
+            # A single process needs all files.
             self.medium.verify(step, {name: files[name] for name in names}, keep=count == 1)
         except ArgosyError as error:
             return error
-        # Clients of object stores have classes of their own.
+        # Clients of object stores raise their own classes of errors.
         except Exception as error:
             return ArgosyError(f"cannot be reached: {root_of(error)}", where=f"{self.store.root}/{step}")
         return None
@@ -160,18 +160,22 @@ class Checkpoints(Tier):
     # ---------------------------------------------------------------- read
 
     def path(self, step: int) -> Path:
-        """The folder of a step on this machine. With several processes it holds the step's metadata, and the files that this process
-        prepared.
+        """Returns the folder of a step on this machine. With several processes it holds the metadata of the step, and the files that
+        `prepare` fetched for this process.
         """
         return self.medium.local(step, is_description) if self._group.process_count() > 1 else self.medium.local(step)
 
     def prepare(self, step: int, shardings: Mapping[str, Mapping[str, Any]]) -> None:
-        """Fetches the shards that the devices of this process need. shardings: {item: {name: sharding}}.
+        """Fetches the shards that the devices of this process need.
+
+        Args:
+            step: the step.
+            shardings: the sharding of each array, {item: {name: sharding}}.
 
         Raises:
-            Damaged: one has changed since it was verified.
-            OSError: there is no room for them.
-            FailedElsewhere: one of these, in another process.
+            Damaged: a shard has changed since it was verified.
+            OSError: the disk has no space for the shards.
+            FailedElsewhere: another process raised one of these errors.
         """
         if self._group.process_count() > 1:
             needed = shards.needed_files(self.path(step), shardings, self.medium.files(step))
@@ -181,12 +185,13 @@ class Checkpoints(Tier):
         return read_meta(self.medium.local(step, META.__eq__))
 
     def eval_losses(self) -> dict[int, float]:
-        """The evaluation loss of each kept step that was evaluated."""
+        """Returns the evaluation loss of each stored step that was evaluated."""
         losses = {step: self._eval_loss(step) for step in self.steps()}
         return {step: loss for step, loss in losses.items() if loss is not None}
 
     def _eval_loss(self, step: int) -> float | None:
-        """None if it was not evaluated or cannot be read: damage to an old checkpoint must not prevent a new one."""
+        """Returns the evaluation loss of a step. None if it was not evaluated, or if its loss cannot be read, because damage to an old
+        checkpoint must not prevent a new one."""
         try:
             loss = json.loads(self.store.read_text(f"{step}/{META}")).get("eval_loss")
         except (ArgosyError, ValueError, AttributeError):
@@ -204,12 +209,13 @@ class Checkpoints(Tier):
         self.wait_for(self.store.root)
 
     def is_saved(self, step: int) -> bool:
-        # What was resumed from is on the devices.
+        # The arrays that the run resumed from are on the devices by now.
         self.medium.release()
         return self._group.broadcast("saved", lambda: self._seems_committed(step))
 
     def _seems_committed(self, step: int) -> bool:
-        """Not where the store is away, which costs no run: saving fails then, and is tried again."""
+        """Whether a step is committed. False if the store cannot be reached. The save then fails and is tried again, and the run goes
+        on."""
         try:
             return self.medium.is_committed(step)
         except ArgosyError:
@@ -233,19 +239,19 @@ class Checkpoints(Tier):
             copies.release()
         except BaseException as failure:
             self._failure = failure
-            # It takes space that the next save may need. Where it cannot be removed either, it stays, without a manifest.
+            # The unfinished step takes space that the next save may need. If it cannot be removed, it stays without a manifest.
             with suppress(ArgosyError):
                 if group.leads() and not self.medium.is_committed(step):
                     self.store.remove(str(step))
 
     def _begin(self, step: int) -> None:
         self.medium.sweep()
-        # It did not seem so while its store was away.
+        # The step is committed after all: the store could not be reached when that was asked.
         if self.medium.is_committed(step):
             self.medium.retire(step, self._pace)
 
     def retire(self, newest: int) -> None:
-        """Removes checkpoints that the settings do not keep. One that is being read is removed next time."""
+        """Removes checkpoints that the settings do not keep. A checkpoint that is being read is removed next time."""
         if self.settings is None:
             return
         steps = self.steps()

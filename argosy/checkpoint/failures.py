@@ -1,12 +1,12 @@
-"""What went wrong, in one line."""
+"""Describes an exception in one line."""
 
 import os
 import re
 
 
 def root_of(failure: BaseException) -> str:
-    """The first line of the innermost cause. TensorStore gives the system's reason after hundreds of characters; then
-    only that reason."""
+    """Returns the first line of the innermost cause. From an error of TensorStore, which gives the system's reason after hundreds of
+    characters, only that reason is returned."""
     while failure.__cause__ is not None:
         failure = failure.__cause__
     if reason := re.search(r"os_error_code='(\d+)'", str(failure)):

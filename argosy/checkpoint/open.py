@@ -1,5 +1,5 @@
-"""Opens whatever a MODEL argument names: a Hub folder, a GGUF file, a PEFT folder, a run directory or one checkpoint, here, at an
-address or on the Hub. No weights are read.
+"""Opens the model that a MODEL argument names: a Hub folder, a GGUF file, a PEFT folder, a run directory or one checkpoint. It may be
+on this machine, at an address or on the Hub. No weights are read.
 """
 
 import atexit
@@ -38,8 +38,8 @@ def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -
     """Opens a model without reading weights.
 
     Raises:
-        BadInput: there is nothing at the path, or it is not a model.
-        Damaged: its files differ from what was written.
+        BadInput: there is nothing at the path, or no model.
+        Damaged: the files of the model differ from what was written.
     """
     path = local_path(local_model(path, warn))
     if "://" in path:
@@ -77,40 +77,40 @@ def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -
 
 
 def model_layer(path: str | Path) -> dict[str, Any]:
-    """The settings of a stored model, including its family, as a layer under `model`: the meaning of `model=FOLDER` and
-    `init.weights=FOLDER`.
+    """Returns the settings of a stored model, including its family, to be merged under `model`. `model=FOLDER` and
+    `init.weights=FOLDER` stand for them.
 
     Raises:
-        BadInput, Damaged: as `open_model`.
+        BadInput, Damaged: the errors of `open_model`.
     """
     config = open_model(path).config
-    # A head that it does not have is left to whoever trains one.
+    # Settings of a head that the model does not have are left open, so that a run can train one.
     heads = () if config.scored else ("scores", "labels", "problem_type")
     values = {key: value for key, value in dump(config).items() if key not in heads}
     return {"family": Choice(FAMILIES, tag="family").name_of(config)} | values
 
 
 def open_base(base: Mapping[str, Any], warn: Callable[[str], None] = lambda _: None, *, thorough: bool = False) -> OpenedModel:
-    """The base model under the adapters of a checkpoint.
+    """Opens the base model under the adapters of a checkpoint.
 
     Args:
-        base: what `base.describe_base` returned.
-        thorough: as in `open_same`.
+        base: the result of `base.describe_base`.
+        thorough: whether every file is hashed, as in `open_same`.
 
     Raises:
-        BadInput: it is not there, or its weights are others.
+        BadInput: the base is not at its path, or its weights have changed.
     """
     return open_same(base, warn, thorough=thorough, role=UNDER_ADAPTERS)
 
 
 def open_same(description: Mapping[str, Any], warn: Callable[[str], None], *, thorough: bool, role: ModelRole) -> OpenedModel:
-    """The model that `base.describe_base` described.
+    """Opens the model that `base.describe_base` described.
 
     Args:
-        thorough: hashes every file, also those of the same size and time.
+        thorough: whether files of the recorded size and time are hashed too.
 
     Raises:
-        BadInput: it is not there, or its weights are others.
+        BadInput: the model is not at its path, or its weights have changed.
     """
     check_exists(description, role)
     stored = open_model(description["path"], warn)
@@ -119,8 +119,8 @@ def open_same(description: Mapping[str, Any], warn: Callable[[str], None], *, th
 
 
 def fetch_model(address: str) -> Path:
-    """A local copy of a remote model, in a folder that exists until the process ends: for a run its newest good checkpoint and its
-    tokenizer, for any other model all files.
+    """Copies a remote model to a local folder, which exists until the process ends. Of a run, the newest good checkpoint and the
+    tokenizer are copied; of any other model, all files.
 
     Raises:
         BadInput: there is no model, or the run has not saved yet.
@@ -138,13 +138,14 @@ def fetch_model(address: str) -> Path:
         raise BadInput(f"{address} has no checkpoint yet", hint="the run has not saved; wait, or train it further")
     if run.store.is_directory(TOKENIZER):
         copy_tree(run.store.child(TOKENIZER), scratch / TOKENIZER)
-    # Where the parent of its target is missing, `shutil.move` copies instead of renaming: twice the disk, and minutes.
+    # If the parent of the target were missing, `shutil.move` would copy instead of rename, which takes twice the disk space and
+    # minutes.
     (scratch / CHECKPOINTS).mkdir(exist_ok=True)
     return Path(shutil.move(run.checkpoints.path(step), scratch / CHECKPOINTS / str(step)))
 
 
 def _open_newest(run: Path, checkpoints: Checkpoints, warn: Callable[[str], None]) -> OpenedModel:
-    """The last good checkpoint of a run. If the run removes it before it is locked, the next one is tried."""
+    """Opens the newest good checkpoint of a run. If the run removes it before it is locked, the search starts again."""
     step = checkpoints.latest_good()
     if step is None:
         raise BadInput(f"{run} has no checkpoint yet", hint="the run has not saved; wait, or train it further")
@@ -162,7 +163,7 @@ def _open_step(folder: Path, warn: Callable[[str], None] = lambda _: None) -> Op
         config = config_of(meta["model"])
     except KeyError as missing:
         raise Damaged(f"{META} has no {missing}", where=str(folder)) from None
-    # A converted model has them in its folder, and a run's step in the run directory.
+    # A converted model has its small files in its own folder, a step of a run in the run directory.
     folders = [folder, folder.parent.parent / TOKENIZER]
     companions = next((folder for folder in folders if matching(folder, COMPANIONS)), None)
     if "base" in meta:

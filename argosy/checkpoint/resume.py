@@ -1,6 +1,6 @@
-"""What may differ when a run resumes: the fields marked `MayChange`, and nothing else.
+"""Compares the settings of a run that resumes with those in its checkpoint. Only fields marked `MayChange` may differ.
 
-A run is compared with the settings in its checkpoint, which nobody edits, and never with settings.yml.
+The settings in a checkpoint are compared, because nobody edits them, and not those in settings.yml.
 """
 
 from collections.abc import Mapping
@@ -9,13 +9,18 @@ from typing import Any
 from argosy.core.settings import dump, flatten
 from argosy.core.settings.schema import MayChange, Settings, marks, shape_of
 
-# Key, the checkpoint's value, the value asked for.
+# (key, value in the checkpoint, new value).
 Difference = tuple[str, Any, Any]
 
 
 def differences(stored: Mapping[str, Any], settings: Settings) -> list[Difference]:
-    """The settings that differ from a checkpoint's and must not. A setting that did not exist when the checkpoint was written
-    counts as its default."""
+    """Returns the settings that differ from those of a checkpoint although they must not. A setting that did not exist when the
+    checkpoint was written counts as having its default.
+
+    Args:
+        stored: the settings in the checkpoint.
+        settings: the settings of the run that resumes.
+    """
     old, now = flatten(stored), flatten(settings)
     out = []
     for key in dict.fromkeys([*now, *old]):
@@ -27,12 +32,12 @@ def differences(stored: Mapping[str, Any], settings: Settings) -> list[Differenc
 
 
 def may_change(settings: Settings, key: str) -> bool:
-    """Whether a resumed run may have another value here: the field or a group around it is marked `MayChange`."""
+    """Whether a resumed run may have another value of a setting, because its field or a group around it is marked `MayChange`."""
     return any(marks(info, MayChange) for _, info in _path(settings, key))
 
 
 def default_of(settings: Settings, key: str) -> Any:
-    """The default of a setting; None if it has none."""
+    """Returns the default of a setting; None if it has none."""
     *_, (name, info) = _path(settings, key) or [("", None)]
     if info is None or info.is_required():
         return None
@@ -46,7 +51,7 @@ def default_of(settings: Settings, key: str) -> Any:
 
 
 def _path(tree: Any, key: str) -> list[tuple[str, Any]]:
-    """(dotted key, field) of each field on the path to a key, from the root."""
+    """Returns (dotted key, field) for each field on the path from the root to a key."""
     out: list[tuple[str, Any]] = []
     names = key.split(".")
     for i, name in enumerate(names):

@@ -1,18 +1,19 @@
-"""A run directory. All names of its files are defined here.
+"""Reads and writes the files of a run directory, and defines their names.
 
-    settings.yml     resolved settings, each with who set it
+    settings.yml     the resolved settings, and who set each of them
     metrics.jsonl    one line per logged step, evaluation and sample
     checkpoints/     <step>/
     tokenizer/       the tokenizer of the data
-    adapter/         what a run of adapters trained, for the PEFT library
-    reference.json   sha256 of the weights that the run compares with; reference/  their log-probabilities of each sequence
-    teacher.json     the frozen model beside the trained one (a teacher, or the UNet that a ControlNet steers or that reads a learned
-                     token): where it is, and sha256 of the files of its weights
-    text_encoder.json  text_encoder_2.json  the same of the encoders that a learned token is for
-    learned_embeds.safetensors  what a run of textual inversion trained, for diffusers
+    adapter/         the trained adapters, in the format of the PEFT library
+    reference.json   sha256 of the weights of the reference model
+    reference/       log-probabilities of each sequence under the reference model
+    teacher.json     path and sha256 of the weights of the frozen model beside the trained one: a teacher, or the UNet that a ControlNet
+                     steers or that reads a learned token
+    text_encoder.json  text_encoder_2.json  the same for the text encoders that a learned token is for
+    learned_embeds.safetensors  the embeddings that textual inversion trained, in the format of diffusers
     rollbacks.json   the batches that rollbacks left out
     evaluations.jsonl  one line per `argosy eval` of the run
-    life/            where its time went, over all starts; a file for each process (`observe.life`)
+    life/            how the run spent its time, over all starts, a file for each process (`observe.life`)
     log.txt  report.html  quickstart.json
 
 It may be a local folder or any address that `core.storage` knows. Importing this module imports no jax.
@@ -51,23 +52,23 @@ if TYPE_CHECKING:
     from argosy.core.formats.files import File
 
 SETTINGS, LOG, REPORT, TOKENIZER, CHECKPOINTS = "settings.yml", "log.txt", "report.html", "tokenizer", "checkpoints"
-# What DreamBooth draws before its first step.
+# The class images that DreamBooth draws before its first step.
 CLASS_IMAGES = "class_images"
 # A PEFT folder, where the run trains adapters.
 ADAPTER = "adapter"
-# What `argosy quickstart` did with the run, for its report.
+# What `argosy quickstart` did with the run, for the report.
 STORY = "quickstart.json"
 GENERATION = "generation_config.json"
-# The weights that preferences are compared with, and the log-probabilities of each split's sequences by them.
+# The hash of the reference model's weights, and its log-probabilities of the sequences of each split.
 REFERENCE, LOGPS = "reference.json", "reference/{split}.npy"
 # The frozen model beside the trained one: a teacher, or a UNet that is steered.
 TEACHER = "teacher.json"
-# What a run went back from: step, the checkpoint restored, and the first and last batch left out.
+# One entry per rollback: the step, the restored checkpoint, and the first and last batch that were left out.
 ROLLBACKS = "rollbacks.json"
-# One line per `argosy eval`: time, step, the settings that were given, and the numbers of each task.
+# One line per `argosy eval`: time, step, the given settings, and the results of each task.
 EVALUATIONS = "evaluations.jsonl"
 
-# Identifies a run with local checkpoints; hidden, since it is written before anything else.
+# Identifies a run with local checkpoints. The file is hidden because it is written before anything else.
 ID = ".run"
 
 T = TypeVar("T", bound=Settings)
@@ -78,9 +79,10 @@ class RunDirectory:
 
     Args:
         address: a local folder, or any address of `core.storage`.
-        settings: what to keep; None for readers, which never remove a checkpoint.
+        settings: which checkpoints to keep. None is for readers, which never remove a checkpoint.
         warn: called with a sentence when damage is found.
-        writes: whether this process writes the files of the run; of several, the leader does. Checkpoints are written by all.
+        writes: whether this process writes the files of the run. If there are several processes, only the leader does. All of them
+            write checkpoints.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class RunDirectory:
 
     @property
     def place(self) -> Path | str:
-        """The folder on this machine, or the address elsewhere."""
+        """The folder of a local run, or the address of a remote one."""
         return self.path if self.store.is_local else self.store.root
 
     @property
@@ -126,14 +128,14 @@ class RunDirectory:
         return TieredCheckpoints(persistent, LocalCheckpoints(root, self.settings.local_copies, self.warn, **shared))
 
     def _belongs(self, step: int, meta: Mapping[str, Any]) -> bool:
-        """Whether a step was made after the rollbacks that went back to before it."""
+        """Whether a step was made after all rollbacks to earlier steps, so that it was not undone by one."""
         made_after = meta.get("rollbacks", [])
         return all(rollback in made_after for rollback in self.rollbacks() if rollback["restored"] < step)
 
     @property
     def id(self) -> str:
-        """An id that distinguishes this run from any other and from its own copies, so that local checkpoints of another run are never
-        resumed from.
+        """An id that distinguishes this run from all others and from copies of its directory. With it, a run never resumes from the
+        local checkpoints of another one.
         """
         if not self.store.exists(ID):
             self.store.write_text(ID, uuid4().hex[:12] + "\n")
@@ -145,18 +147,18 @@ class RunDirectory:
         return self.store.exists(SETTINGS)
 
     def steps(self) -> list[int]:
-        """Committed steps, oldest first."""
+        """Returns the committed steps, oldest first."""
         inside = self.store.list(CHECKPOINTS)
         names = [n for n in inside if n.isdecimal() and self.store.exists(f"{CHECKPOINTS}/{n}/{manifest.NAME}")]
         return sorted(map(int, names))
 
     def add_evaluation(self, document: Mapping[str, Any]) -> None:
-        """Adds the results of an evaluation."""
+        """Adds the results of an evaluation, a JSON object, to evaluations.jsonl."""
         self.store.append_line(EVALUATIONS, json.dumps(document, ensure_ascii=False))
         self.store.flush()
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """The results of all evaluations, oldest first; lines that a kill has torn are left out."""
+        """Returns the results of all evaluations, oldest first. Lines that a killed process left incomplete are skipped."""
         if not self.store.exists(EVALUATIONS):
             return []
         evaluations = []
@@ -168,28 +170,33 @@ class RunDirectory:
         return evaluations
 
     def reference_weights(self) -> str | None:
-        """The sha256 of the weights that the run compares with; None if it is not known yet."""
+        """Returns the sha256 of the reference model's weights; None if it is not known yet."""
         return json.loads(self.store.read_text(REFERENCE))["weights"] if self.store.exists(REFERENCE) else None
 
     def write_reference_weights(self, sha256: str) -> None:
         self.store.write_text(REFERENCE, json.dumps({"weights": sha256}) + "\n")
 
     def teacher(self, name: str = TEACHER) -> dict[str, Any] | None:
-        """The stored description of the frozen model beside the trained one; None if there is none yet. name: of the file."""
+        """Returns the stored description of a frozen model beside the trained one; None if there is none yet. `name`: the file that
+        holds the description."""
         return json.loads(self.store.read_text(name)) if self.store.exists(name) else None
 
     def write_teacher(self, description: Mapping[str, Any], name: str = TEACHER) -> None:
         self.store.write_text(name, json.dumps(description) + "\n")
 
     def rollbacks(self) -> list[dict[str, Any]]:
-        """The rollbacks of the run, oldest first."""
+        """Returns the rollbacks of the run, oldest first."""
         return json.loads(self.store.read_text(ROLLBACKS)) if self.store.exists(ROLLBACKS) else []
 
     def write_rollbacks(self, rollbacks: list[dict[str, Any]]) -> None:
         self.store.write_text(ROLLBACKS, json.dumps(rollbacks, indent=1) + "\n")
 
     def read_reference(self, split: str, documents: int) -> "np.ndarray | None":
-        """The reference's log-probabilities of a split's documents; None if they are not there, or of other data."""
+        """Reads the reference model's log-probabilities of a split's documents. None if they are not stored, or belong to other data.
+
+        Args:
+            documents: the number of documents of the split.
+        """
         import numpy as np
 
         name = LOGPS.format(split=split)
@@ -217,28 +224,33 @@ class RunDirectory:
         """Checks that these settings may start a run here, or resume the existing one.
 
         Raises:
-            BadInput: the run here has other settings, each difference named; or the directory holds something else, or cannot be
-                written.
+            BadInput: the existing run has other settings (the message names each difference), or the directory holds something else or
+                cannot be written.
         """
         if self.has_run:
             return self.admit_resume(self.stored()[0], reading.value)
         self.check_place()
         if self.steps():
             raise BadInput(f"{self} holds checkpoints but no {SETTINGS}", hint="dir=NEW starts a run elsewhere")
-        # A run killed before its settings were written leaves a log, and may have made a tokenizer or drawn images.
+        # A run that was killed before its settings were written leaves a log, and maybe a tokenizer or images.
         if set(self.store.list()) - {TOKENIZER, LOG, LOCK, LIFE, CLASS_IMAGES}:
             raise BadInput(f"{self} is not empty and holds no run", hint="dir=NEW names another directory")
 
     def missing(self) -> list[Path]:
-        """The folders that a start will make: that of the run, and those above it that do not exist, the innermost first."""
+        """Returns the folders that a start will create: the folder of the run and its parents, if they do not exist. The innermost
+        comes first."""
         if not (self.store.is_local and self.writes):
             return []
         folder = self.path.absolute()
         return [place for place in (folder, *folder.parents) if not place.exists()]
 
     def remove_unused(self, folders: Sequence[Path]) -> None:
-        """Removes what a start made that was refused: these folders, if the run's has nothing but its lock, which this process holds,
-        and a log."""
+        """Removes the folders that a refused start created, unless the run has settings or files other than its log and the lock that
+        this process holds.
+
+        Args:
+            folders: the result of `missing` before the start.
+        """
         if not folders or self.has_run or set(os.listdir(folders[0])) - {LOCK, LOG, LIFE}:
             return
         self.log_lines.close()
@@ -250,19 +262,19 @@ class RunDirectory:
                 folder.rmdir()
 
     def check_place(self) -> None:
-        """Checks that a local directory can be created and written; a remote one is not tried.
+        """Checks that a local directory can be created and written. Does nothing for a remote one.
 
         Raises:
-            BadInput: it cannot.
+            BadInput: the directory cannot be created or written.
         """
         if self.store.is_local:
             _check_place(self.path)
 
     def admit_resume(self, stored: Mapping[str, Any], settings: Settings) -> None:
-        """Checks that a run with the stored settings may go on with these.
+        """Checks that a run with the stored settings may resume with new ones.
 
         Raises:
-            BadInput: it may not; each difference is named.
+            BadInput: it may not. The message names each difference.
         """
         changed = differences(stored, settings)
         if not changed:
@@ -271,7 +283,8 @@ class RunDirectory:
         raise BadInput(f"{self} holds a run with other settings", where=listed, hint=_way_out(self, changed, settings))
 
     def stored(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """The settings of the run here and who set each: from its newest checkpoint, or from settings.yml before the first one.
+        """Returns the settings of the run and who set each of them. They are read from the newest good checkpoint, or from settings.yml
+        before the first checkpoint.
 
         Raises:
             UserError: settings.yml cannot be read, and no checkpoint can be read either.
@@ -285,14 +298,14 @@ class RunDirectory:
                 meta = json.loads(text)
                 return dict(meta["settings"]), dict(meta.get("origin") or {})
             except (ArgosyError, ValueError, KeyError, TypeError):
-                # The checkpoint is damaged; the one before it has the same settings.
+                # The checkpoint is damaged, but the one before has the same settings.
                 continue
         # An editor may have put a byte-order mark.
         text = self.store.read_text(SETTINGS).removeprefix("\ufeff")
         return dict(yaml_text_layer(text, SETTINGS).values), {}
 
     def with_provenance(self, reading: Reading[T]) -> Reading[T]:
-        """The reading, with settings that have not changed since the run began keeping their original provenance."""
+        """Returns the reading in which unchanged settings have the provenance that they had when the run began."""
         if not self.has_run:
             return reading
         values, origin = self.stored()
@@ -308,11 +321,12 @@ class RunDirectory:
     def write_tokenizer(
         self, tokenizer: Any, generation: Path | None = None, write_more: Callable[[Path], None] | None = None
     ) -> None:
-        """Saves the tokenizer with the generation settings of its model. Files that are there are kept, except those that a kill
-        cut short.
+        """Saves the tokenizer, and the generation settings of its model. Existing files are kept, except those that a killed process
+        left incomplete.
 
         Args:
-            write_more: writes further files of the model into a folder.
+            generation: the generation_config.json of the model.
+            write_more: writes further files of the model into the folder that it is called with.
         """
         if not self.writes:
             return
@@ -337,12 +351,12 @@ class RunDirectory:
                     self.store.put_file(name, file)
 
     def generation(self) -> dict[str, Any]:
-        """The generation settings that `write_tokenizer` saved; empty if there are none."""
+        """Returns the generation settings that `write_tokenizer` saved; empty if there are none."""
         name = f"{TOKENIZER}/{GENERATION}"
         return json.loads(self.store.read_text(name)) if self.store.exists(name) else {}
 
     def write_file(self, file: "File") -> None:
-        """Replaces a file of the run."""
+        """Writes a file of the run, in place of an earlier one."""
         from argosy.core.formats.files import write_file
 
         if not self.writes:
@@ -355,7 +369,8 @@ class RunDirectory:
                 self.store.put_file(file.name, scratch / file.name)
 
     def write_adapter(self, write: Callable[[Path], None]) -> None:
-        """Replaces the adapters of the run. write: writes them into a folder that does not exist yet."""
+        """Writes the adapters of the run, in place of earlier ones. `write`: writes them into the folder that it is called with, which
+        does not exist yet."""
         if not self.writes:
             return
         with self._scratch() as scratch:
@@ -370,12 +385,12 @@ class RunDirectory:
 
     @contextmanager
     def _scratch(self) -> Iterator[Path]:
-        """An empty folder, in the run directory if that is local, so that files can be renamed into place."""
+        """Yields an empty folder. It is in the run directory if that is local, so that files can be renamed into place."""
         if not self.store.is_local:
             with tempfile.TemporaryDirectory() as scratch:
                 yield Path(scratch)
             return
-        # The lock is held, so a folder of this name was left by a kill.
+        # The lock is held, so an existing folder of this name was left by a killed process.
         scratch = self.path / f".{TOKENIZER}.part"
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
@@ -385,7 +400,7 @@ class RunDirectory:
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _is_cut_short(self, name: str, complete: Path) -> bool:
-        """Whether the file is missing, or holds only the beginning of the complete one."""
+        """Whether a file of the run is missing, or holds only the beginning of the complete file."""
         if not self.store.exists(name):
             return True
         size = self.store.size(name)
@@ -403,7 +418,7 @@ class RunDirectory:
 
 
 def is_run_directory(place: str | Path) -> bool:
-    """Whether this is a run directory, on this machine or at an address: a folder with a settings.yml."""
+    """Whether a path or an address is a run directory, which is a folder with a settings.yml."""
     if not is_address(place):
         return Path(local_path(place), SETTINGS).is_file()
     return Store(place).exists(SETTINGS)
@@ -427,7 +442,8 @@ def _format(value: Any) -> Any:
 
 
 def _way_out(run: Any, changed: list[Difference], settings: Any) -> str:
-    """What to type instead. With another learning rate, batch or seed, another run can start from the state of this one."""
+    """Returns the hint about what to type instead. If only settings such as the learning rate, the batch or the seed have changed, a
+    new run can start from the state of this one."""
     keys = [key for key, _, _ in changed]
     if not run.steps():
         return "it has no checkpoint yet: give the same settings to start it again, or dir=NEW to start another run"
@@ -435,7 +451,7 @@ def _way_out(run: Any, changed: list[Difference], settings: Any) -> str:
     if any(key.startswith("model.") for key in keys):
         return f"{same}, or dir=NEW to start another run"
     optimizer = any(key.startswith("optimizer.") and not key.endswith("learning_rate") for key in keys)
-    # A state is that of a tokenizer and of all weights.
+    # A state belongs to a tokenizer and to all weights.
     adapts = any(key.startswith("adapter") for key in keys) or not getattr(getattr(settings, "adapter", None), "trains_base", True)
     if optimizer or adapts or "data.tokenizer" in keys:
         return f"{same}; init.weights={run} dir=NEW starts another run from its weights"
@@ -443,7 +459,7 @@ def _way_out(run: Any, changed: list[Difference], settings: Any) -> str:
 
 
 def _check_place(path: Path) -> None:
-    """Checks that the directory can be created, before anything is built that would be lost."""
+    """Checks that the directory can be created, before work is done whose result would be lost."""
     ancestor = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not ancestor.is_dir():
         raise BadInput(f"{ancestor} is a file", hint="dir=NEW names another directory")
@@ -456,7 +472,7 @@ def _check_place(path: Path) -> None:
 
 
 def settings_elsewhere(address: str) -> SettingsLayer:
-    """The settings of a run at an address, as the local file of a run directory is read.
+    """Reads the settings of a run at an address, as settings.yml of a local run directory is read.
 
     Raises:
         UserError: there is no run, or its settings cannot be read.
@@ -471,5 +487,5 @@ def settings_elsewhere(address: str) -> SettingsLayer:
 
 
 def stored_settings(path: Path) -> Mapping[str, Any]:
-    """The resolved settings in a run's settings.yml."""
+    """Reads the resolved settings in a run's settings.yml."""
     return yaml_layer(path / SETTINGS).values

@@ -1,7 +1,7 @@
-"""Writes a model as files: a loaded one, or weights converted from one format to another.
+"""Writes a model as files: a loaded model, or weights that are converted from one format to another.
 
-Everything is planned, checked and counted before the first byte is written. Tensors then go one by one into a folder beside the
-target, which is renamed to the target when it is complete (`weights.staging`).
+All files are planned, checked and their bytes counted before the first byte is written. Tensors are then written one by one into a
+folder beside the target, which is renamed to the target when it is complete (`weights.staging`).
 """
 
 import json
@@ -37,7 +37,7 @@ from argosy.weights.quantized import describe_schemes, quantized_model
 from argosy.weights.staging import StagedFolder, is_occupied
 from argosy.weights.stream import in_order
 
-# Bytes written since the last call, bytes in all, bytes kept from an earlier process.
+# Called with (bytes written since the last call, bytes in total, bytes kept from an earlier process).
 Progress = Callable[[int, int, int], None]
 
 
@@ -64,10 +64,13 @@ class Saved(Protocol):
 
 
 def save_model(lm: Saved, folder: Path, format: Literal["hub", "argosy", "peft"], dtype: Any = None) -> None:
-    """Writes a model with its tokenizer, each tensor in its stored type by default; or, with "peft", only its adapters.
+    """Writes a model with its tokenizer, or with the format "peft" only its adapters.
+
+    Args:
+        dtype: the type of the tensors, as in `cast_weights`. The default is the type in which each tensor was stored.
 
     Raises:
-        BadInput: the folder is not empty, adapters are not merged, there are no adapters to write, or an unknown dtype.
+        BadInput: the folder is not empty, adapters are not merged, there are no adapters to write, or the dtype is unknown.
     """
     if any(isinstance(v.get_value(), Panels) for v in variables(lm.module).values()):
         raise BadInput("the weights are packed for this CPU, which no file holds", hint="load the model again without `blocks`")
@@ -76,7 +79,7 @@ def save_model(lm: Saved, folder: Path, format: Literal["hub", "argosy", "peft"]
         contents = contents_of(lm.module)
         write_adapter(folder, lm.config, contents.adapters, base, contents.whole, contents.dropout)
         return
-    # A network of convolutions has no contractions.
+    # A convolutional network has no contractions.
     contractions = find(lm.module, ".*") if any(isinstance(node, Contraction) for _, node in nnx.iter_modules(lm.module)) else {}
     if adapted := [name for name, of in contractions.items() if not isinstance(of, Einsum | QuantizedEinsum)]:
         hint = 'lm.merge() first, or format="peft" for the adapters alone'
@@ -111,14 +114,19 @@ def write_model_folder(
     """Writes a model from its per-layer weights, with a slab of one tensor in memory at a time.
 
     Args:
-        shard_bytes: size of the files of a Hub folder.
-        identity: what identifies this conversion; a process with the same identity resumes one that was killed.
-        progress: called with bytes as they are written.
-        schemes: how contractions are quantized, by per-layer name; `weights` are those of the quantized model.
+        format: hub, argosy or compressed-tensors.
+        weights: reads the weights, by per-layer name. With `schemes`, these are the arrays of the quantized model.
+        hub: the config.json of the model.
+        companions: the folder whose small files (tokenizer, configs) are copied.
+        dtype: the type of the tensors, as in `cast_weights`. None keeps the stored types.
+        shard_bytes: the most bytes of one file of a Hub folder.
+        identity: a JSON object that identifies the conversion. A process with the same identity continues one that was killed.
+        progress: called while bytes are written (`Progress`).
+        schemes: the scheme of each quantized contraction, by per-layer name.
 
     Raises:
-        BadInput: the folder is not empty, the weights are not those of the plain model (adapters, int8), the disk is too small,
-            or an unfinished folder belongs to another conversion.
+        BadInput: the folder is not empty, the weights are not those of the plain model (adapters, int8), the disk is too small, or an
+            unfinished folder belongs to another conversion.
     """
     if format not in ("hub", "argosy", "compressed-tensors"):
         raise BadInput(f"unknown format `{format}`", hint="hub, argosy, compressed-tensors or peft")
@@ -149,7 +157,8 @@ def write_model_folder(
 
 
 def _with_ids(hub: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Adds the tokenizer's ids to a config.json without them, where its readers would otherwise take defaults of their own."""
+    """Returns the config.json with the tokenizer's special tokens, if it lacks them. Without them, other programs would use their own
+    defaults."""
     if tokenizer is None:
         return hub
     ids = {f"{n}_token_id": getattr(tokenizer, n) for n in ("bos", "eos", "pad")}
@@ -159,7 +168,7 @@ def _with_ids(hub: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
 def _checkpoint_of(
     config: Any, weights: TensorReader, hub: dict[str, Any], dtype: Any, schemes: Mapping[str, Scheme] | None
 ) -> list[File]:
-    """The files of one checkpoint without a run: weights by layer, and settings."""
+    """Returns the files of a checkpoint that belongs to no run: the weights by layer, and the settings."""
     weights = cast_weights(config, weights, dtype)
     entries = [_entry(weights, name) for name in weights.names]
     family = Choice(FAMILIES, tag="family").name_of(config)
@@ -176,7 +185,7 @@ def _entry(weights: TensorReader, name: str) -> TensorEntry:
 
 
 def _manifest_of(part: StagedFolder) -> File:
-    """The manifest, from the hashes taken while writing; only files that the tokenizer saved are read again."""
+    """Returns the manifest from the hashes that were computed while writing. Only files that the tokenizer saved are read again."""
     saved = [f for f in part.folder.iterdir() if f.is_file() and not f.name.startswith((".", manifest.NAME))]
     extra_files = {f.name: manifest.hash_file(f, sync=True) for f in saved if f.name not in part.done}
     files = dict(sorted((part.done | extra_files).items()))

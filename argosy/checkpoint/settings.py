@@ -1,4 +1,4 @@
-"""When a run saves and what it keeps."""
+"""The settings of when a run saves and which checkpoints it keeps."""
 
 from typing import Annotated, Self
 

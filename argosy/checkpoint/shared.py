@@ -1,4 +1,4 @@
-"""Whether all processes of a run see the same files."""
+"""Checks that all processes of a run see the same files."""
 
 from uuid import uuid4
 
@@ -6,16 +6,16 @@ from argosy.core.errors import BadInput
 from argosy.core.storage import Missing, Store
 from argosy.parallel import processes
 
-# Hidden, so that a directory with nothing else is empty.
+# The file is hidden, so that a directory with no other files counts as empty.
 PROBE = ".shared"
 
 
 def check_shared(store: Store) -> None:
-    """Checks that all processes see the same files, by one that the leader writes.
+    """Checks that all processes see a file that the leader writes.
 
     Raises:
-        BadInput: one does not; in that process.
-        FailedElsewhere: one does not; in the others.
+        BadInput: this process does not see the file.
+        FailedElsewhere: another process does not see the file.
     """
     token = processes.broadcast("shared files", lambda: _write_probe(store))
 

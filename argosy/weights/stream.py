@@ -62,8 +62,8 @@ def tensor_bytes(shape: Shape, dtype: np.dtype) -> int:
 
 
 def in_order(array: np.ndarray) -> np.ndarray:
-    """Returns the array in C order. It is copied unless it is a contiguous view of a mapped file, because other views would keep a whole
-    tensor in memory until they are written.
+    """Returns the array in C order. It is copied unless it is a contiguous view of a mapped file, because other views would keep a
+    whole tensor in memory until they are written.
 
     XLA transposes ten times as fast as numpy: 2.7 GB/s against 0.27 for bfloat16 [11008, 4096].
     """

@@ -1,1 +1,1 @@
-"""Where the checkpoints of a run are kept: a folder, or an object store."""
+"""The media that keep the checkpoints of a run: a folder or an object store."""

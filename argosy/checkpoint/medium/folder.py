@@ -1,4 +1,4 @@
-"""Steps in a folder, which all processes of a run see."""
+"""Keeps steps in a folder that all processes of a run see."""
 
 import shutil
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ from argosy.weights import manifest
 
 
 class Folder(Medium):
-    """Steps that are read where they are."""
+    """A folder of steps. Steps are read in place."""
 
     def folder(self, step: int) -> Path:
         return self.store.local_path(str(step))
@@ -44,7 +44,7 @@ class Folder(Medium):
             if not free:
                 return
             (folder / manifest.NAME).unlink()
-        # After a power cut the manifest must not be there without the files.
+        # After a power cut, the manifest must not exist without the files.
         sync(folder)
         remove_files(folder, pace)
         shutil.rmtree(folder)

@@ -1,7 +1,7 @@
-"""Where the steps of a run are kept.
+"""The interface of the places that keep the steps of a run.
 
 One rule holds for every medium: the manifest of a step is written last and removed first, so a step has a manifest only while it is
-complete. Nothing is renamed to commit it, because object stores cannot rename.
+complete. A commit renames nothing, because object stores cannot rename.
 """
 
 from abc import ABC, abstractmethod
@@ -28,33 +28,33 @@ class Medium(ABC):
         self.store = store
 
     def steps(self) -> list[int]:
-        """All steps of which there is anything, committed or not, oldest first."""
+        """Returns all steps that have any files, committed or not, oldest first."""
         return sorted(int(name) for name in self.store.list() if name.isdecimal())
 
     def is_committed(self, step: int) -> bool:
         return self.store.exists(f"{step}/{manifest.NAME}")
 
     def sweep(self) -> None:
-        """Removes what a kill left of steps that were being written or removed."""
+        """Removes the files of uncommitted steps, which a killed process was writing or removing."""
         for step in self.steps():
             if not self.is_committed(step):
                 self.store.remove(str(step))
 
     @abstractmethod
     def put(self, step: int, files: Iterable[File], pace: SavePace) -> manifest.Files:
-        """Writes files of a step and returns their sizes and hashes, which are taken meanwhile."""
+        """Writes files of a step. Returns their sizes and hashes, which are computed while they are written."""
 
     @abstractmethod
     def commit(self, step: int, files: manifest.Files) -> None:
-        """Writes the manifest of a step, all of whose files are there."""
+        """Writes the manifest of a step after all of its files."""
 
     @abstractmethod
     def files(self, step: int) -> manifest.Files:
-        """The files of a step, as its manifest lists them.
+        """Returns the files of a step, as its manifest lists them.
 
         Raises:
-            Damaged: its manifest is missing or differs from what was written.
-            ArgosyError: it cannot be reached.
+            Damaged: the manifest is missing or differs from what was written.
+            ArgosyError: the manifest cannot be reached.
         """
 
     @abstractmethod
@@ -62,16 +62,17 @@ class Medium(ABC):
         """Compares files of a step with their sizes and hashes.
 
         Args:
-            keep: whether fetched files stay on this machine.
+            files: the size and hash of each file to compare.
+            keep: whether files that are fetched for this stay on this machine.
 
         Raises:
-            Damaged: one is missing, or differs from what was written.
+            Damaged: a file is missing, or differs from what was written.
             ArgosyError, OSError: a file cannot be reached, so its bytes are unknown.
         """
 
     @abstractmethod
     def local(self, step: int, is_wanted: Wanted = lambda name: True) -> Path:
-        """A folder of this machine with the files of a step that are wanted.
+        """Returns a folder of this machine with those files of a step whose names `is_wanted` accepts. Fetches them where necessary.
 
         Raises:
             BadInput: there is no such step.
@@ -80,7 +81,7 @@ class Medium(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Removes fetched files from the disk."""
+        """Removes fetched files from this machine's disk."""
 
     @abstractmethod
     def retire(self, step: int, pace: SavePace) -> None:

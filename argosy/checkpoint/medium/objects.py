@@ -1,7 +1,7 @@
-"""Steps in an object store, reached through fsspec, where nothing can be renamed.
+"""Keeps steps in an object store, which is reached through fsspec and where nothing can be renamed.
 
-Each process sends its own files and fetches those that it needs into a scratch folder, several requests at a time. What arrives is
-hashed on its way.
+Each process sends its own files, and fetches the files that it needs into a scratch folder, several at a time. Files are hashed while
+they arrive.
 """
 
 import hashlib
@@ -24,20 +24,20 @@ from argosy.core.formats.files import File
 from argosy.core.storage import Missing, Store
 from argosy.weights import manifest
 
-# Requests of this process that are under way at once. Most of a small one is waiting.
+# The number of concurrent requests of this process. A small request mostly waits.
 REQUESTS = 16
 CHUNK_BYTES = 1 << 23
 
 
 class ObjectStore(Medium):
-    """Steps that are fetched before they are read."""
+    """An object store of steps. The files of a step are fetched before they are read."""
 
     def __init__(self, store: Store):
         super().__init__(store)
         self._scratch: Path | None = None
 
     def put(self, step: int, files: Iterable[File], pace: SavePace) -> manifest.Files:
-        # The leader alone writes through the store of the run, and every process its own shards.
+        # Only the leader may write through the store of the run, but every process writes its own shards.
         store, files = Store(self.store.root), list(files)
         return dict(zip([file.name for file in files], _in_threads(lambda file: upload(store, str(step), file), files), strict=True))
 
@@ -56,7 +56,7 @@ class ObjectStore(Medium):
     def local(self, step: int, is_wanted: Wanted = lambda name: True) -> Path:
         folder, files = self._copy(step)
         missing = [name for name in files if is_wanted(name) and not (folder / name).exists()]
-        # The largest first, so that no thread is left with one at the end.
+        # The largest files come first, so that no thread is left with a large file at the end.
         missing.sort(key=lambda name: -files[name]["bytes"])
         _in_threads(lambda name: download(self.store, f"{step}/{name}", files[name], folder / name), missing)
         return folder
@@ -70,9 +70,9 @@ class ObjectStore(Medium):
         self.store.remove(str(step))
 
     def set_aside(self, step: int) -> str:
-        """Renames a damaged step: its files are copied before any is removed. Returns the new name."""
+        """Renames a damaged step, whose files are all copied before any is removed. Returns the new name."""
         aside, n = f"{step}.damaged", 1
-        # Without a manifest it is a copy that a kill cut off.
+        # A copy without a manifest is incomplete, because a process was killed.
         while self.store.exists(f"{aside}/{manifest.NAME}"):
             n += 1
             aside = f"{step}.damaged-{n}"
@@ -84,7 +84,7 @@ class ObjectStore(Medium):
         return aside
 
     def _copy(self, step: int) -> tuple[Path, manifest.Files]:
-        """The scratch folder of a step, emptied if the step was written again since, and the files of the step."""
+        """Returns the scratch folder and the manifest of a step. The folder is emptied if the step was written again since."""
         current, where = _manifest(self.store, str(step))
         files = manifest.parse_manifest(current, where)
         if self._scratch is None:
@@ -113,12 +113,14 @@ def download(store: Store, name: str, expected: Mapping[str, Any], to: Path | No
     """Reads and hashes a file of a store.
 
     Args:
-        to: where it is kept, complete or not at all.
+        name: the path of the file in the store.
+        expected: the size and hash of the file in the manifest.
+        to: the path to which the file is written, completely or not at all. None keeps nothing.
 
     Raises:
-        Damaged: it is missing, or differs from what the manifest says.
-        ArgosyError: it cannot be reached.
-        OSError: there is no room for it.
+        Damaged: the file is missing, or differs from what the manifest says.
+        ArgosyError: the file cannot be reached.
+        OSError: the disk has no space for the file.
     """
     where, file, digest, size = f"{store.root}/{name}", name.partition("/")[2], hashlib.sha256(), 0
     pending = Path(os.devnull) if to is None else to.with_name(f"{to.name}.part")
@@ -148,31 +150,31 @@ def _read(source: Any, where: str, size: int = -1) -> bytes:
 
 
 def fetch_manifest(store: Store, folder: str) -> manifest.Files:
-    """The files of a step in a store.
+    """Reads the manifest of a step in a store: the size and hash of each file.
 
     Raises:
         Missing: there is no manifest.
-        Damaged: it differs from what was written.
+        Damaged: the manifest differs from what was written.
     """
     return manifest.parse_manifest(*_manifest(store, folder))
 
 
 def _manifest(store: Store, folder: str) -> tuple[bytes, str]:
-    """The bytes of a manifest, and where they are."""
+    """Returns the bytes of a manifest, and the address of its step."""
     where = f"{store.root}/{folder}"
     with store.open(f"{folder}/{manifest.NAME}") as file:
         return _read(file, where), where
 
 
 def copy_tree(store: Store, folder: Path) -> Path:
-    """The folder, with all files of the store in it."""
+    """Copies all files of a store into a folder. Returns the folder."""
     for file in files_under(store, ""):
         store.get_file(file, folder / file)
     return folder
 
 
 def files_under(store: Store, name: str) -> list[str]:
-    """Every file under a directory of a store, by its relative name."""
+    """Returns the relative path of every file under a directory of a store."""
     files: list[str] = []
     for entry in store.list(name):
         inside = f"{name}/{entry}" if name else entry

@@ -1,1 +1,1 @@
-"""A save beside training."""
+"""Saving while training goes on: host memory for the copies, and the speed of writing."""

@@ -1,15 +1,15 @@
-"""Copies of a state in memory that is kept from one save to the next.
+"""Copies a state into host memory that is kept from one save to the next.
 
-Training stands still while a save copies the state. 480 MB are copied in 0.04 s into memory that the process has, and in 0.1 to 0.5 s
-into new memory, whose pages the system clears first (docs/log, 2026-11-25). A save takes memory for a second state either way; here
-it stays taken until the run ends, where the machine has room for that. What the host has, such as a position in the data, may have
-another size in each save, and takes new memory.
+Training stands still while a save copies the state. 480 MB are copied in 0.04 s into memory that the process already has, and in 0.1 to
+0.5 s into new memory, whose pages the system clears first (docs/log, 2026-11-25). A save needs memory for a second copy of the state
+either way. This module keeps that memory until the run ends, if the machine has enough. Arrays of the host, such as the position in the
+data, may change their size between saves, so they are copied to new memory.
 
-    memory = Memory()
+    memory = HostMemory()
     memory.reserve(sizes)            before the first save, in a thread
-    copies = memory.copies()         of one save
-    copies.of(array)                 from several threads
-    copies.release()                 once they are written
+    copies = memory.copies()         for each save
+    copies.of(array)                 in several threads
+    copies.release()                 once the copies are written
     memory.free()                    when no other save follows
 """
 
@@ -24,12 +24,12 @@ import numpy as np
 
 from argosy.observe.environment import memory_bytes
 
-# Smaller arrays take memory that malloc has.
+# Memory is kept for copies of at least this many bytes. For smaller ones, malloc reuses memory by itself.
 LEAST = 1 << 20
 
 
 class HostMemory:
-    """Free memory for copies, by size. Several tiers may share it."""
+    """Host memory for copies, which is kept between saves. Several tiers may share it."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[np.ndarray]] = {}
@@ -37,14 +37,15 @@ class HostMemory:
         self._reserving = True
 
     def copies(self) -> "HostCopies":
-        # A save that comes first takes what it lacks itself, and keeps it.
+        # If a save comes before `reserve` is done, the save takes the missing memory itself and keeps it.
         self._reserving = False
         return HostCopies(self)
 
     def reserve(self, sizes: Counter[int]) -> threading.Thread:
-        """Takes memory for the first save in a thread, while enough for another state stays free. sizes: {bytes: how many arrays}."""
+        """Allocates memory for the first save in a thread, as long as the machine keeps as much memory free. `sizes`: {bytes of an
+        array: number of such arrays}."""
         thread = threading.Thread(target=self._reserve, args=(sizes,), name="checkpoint memory", daemon=True)
-        # The first save is slower then.
+        # Without a thread, only the first save is slower.
         with suppress(RuntimeError):
             thread.start()
         return thread
@@ -70,7 +71,7 @@ class HostMemory:
         return np.empty(size, np.uint8)
 
     def give(self, blocks: list[np.ndarray]) -> None:
-        """Keeps blocks that nobody uses any more, unless the machine has less than as much free."""
+        """Keeps blocks that are no longer in use, unless the machine has less free memory than their size."""
         if _has_room(sum(block.nbytes for block in blocks)):
             with self._lock:
                 for block in blocks:
@@ -84,14 +85,14 @@ class HostMemory:
 
 
 class HostCopies:
-    """The copies of one save. Copies that are never released, since the save failed, are freed with it."""
+    """The copies of one save. If the save fails and never releases them, they are freed with this object."""
 
     def __init__(self, memory: HostMemory):
         self._memory = memory
         self._blocks: list[np.ndarray] = []
 
     def of(self, array: Any) -> np.ndarray:
-        """A copy of an array of the host, or of one on a device of this process."""
+        """Copies an array of the host, or an array on a device of this process."""
         values = np.asarray(array)
         if not isinstance(array, jax.Array):
             return np.array(values)
@@ -100,7 +101,7 @@ class HostCopies:
         return copy
 
     def joined(self, shape: tuple[int, ...], dtype: np.dtype, parts: list[tuple[Any, Any]]) -> np.ndarray:
-        """A copy of an array that several devices of this process share. parts: where in the array, and the values there."""
+        """Copies an array that is split over several devices of this process. `parts`: (index in the array, values) of each part."""
         if len(parts) == 1:
             return self.of(parts[0][1])
         copy = self._empty(shape, dtype)
@@ -117,7 +118,7 @@ class HostCopies:
         return block.view(dtype).reshape(shape)
 
     def release(self) -> None:
-        """Nobody reads the copies any more."""
+        """Returns the memory of the copies for the next save. Nothing may read the copies afterwards."""
         blocks, self._blocks = self._blocks, []
         self._memory.give(blocks)
 

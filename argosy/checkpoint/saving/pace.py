@@ -1,9 +1,9 @@
-"""How fast a save is written while training needs every core: its share of a core is taken from the step's.
+"""Limits the speed of a save while training needs every core, because the writing thread takes its time from the steps.
 
-Where this process keeps all cores busy, the thread that writes to a disk rests six times as long as it works: on two cores a step
-beside it takes a tenth longer, and not half, and the save is committed four times later (docs/log, 2026-11-25). Nothing rests once
-training waits for the save: before the next one, or at its end. Each time that a save has to be waited for, later ones rest half
-as long. Where a core is idle, as on most hosts of accelerators, nothing rests.
+If this process keeps all cores busy, the thread that writes to disk rests six times as long as it works. On two cores, steps during a
+save then take a tenth longer instead of half, and the save takes four times as long (docs/log, 2026-11-25). The thread does not rest
+once training waits for the save, before the next save or at the end. After each save that training had to wait for, later saves rest
+half as long. If a core is idle, as on most hosts of accelerators, the thread does not rest.
 """
 
 import os
@@ -13,9 +13,9 @@ from pathlib import Path
 
 from argosy.core.process.cores import cores
 
-# Seconds of rest for each of work.
+# Seconds of rest for each second of work.
 REST = 6.0
-# With less than this of a core idle, training and the save wait for each other.
+# If less than this share of one core is idle, training and the save compete for cores.
 SPARE = 0.5
 
 
@@ -30,16 +30,16 @@ class SavePace:
         self._rest = rest
         self._awaited = threading.Event()
         self._cores = cores()
-        # Seconds of the clock, of the process on all cores, of the thread that writes.
+        # At the last call: seconds of the clock, CPU seconds of the process, CPU seconds of the writing thread.
         self._last: tuple[float, float, float] | None = None
 
     def hurry(self) -> None:
-        """Somebody waits for the save."""
+        """Ends all rests, because training waits for the save."""
         self._awaited.set()
 
     def worked(self) -> bool:
-        """Rests, unless somebody waits or a core was idle since the last call. Returns whether training needs every core, and nobody
-        waits."""
+        """Rests, unless training waits for the save or a core was idle since the last call. Returns whether training needs every core
+        and does not wait."""
         last, self._last = self._last, (time.perf_counter(), time.process_time(), time.thread_time())
         if last is None:
             return not self._awaited.is_set()
@@ -48,7 +48,7 @@ class SavePace:
 
 
 def remove_files(folder: Path, pace: SavePace) -> None:
-    """Removes all files of a folder, at this pace."""
+    """Removes all files of a folder at the pace of a save. The folders stay."""
     for parent, _, names in os.walk(folder):
         for name in names:
             Path(parent, name).unlink()

@@ -1,1 +1,1 @@
-"""One checkpoint on disk."""
+"""The files of one checkpoint: writes, reads and locks them."""

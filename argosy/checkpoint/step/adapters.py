@@ -1,5 +1,5 @@
-"""A checkpoint of adapters: the factors of every contraction that has some, the weights that were trained in full beside them, and
-which base model they belong to.
+"""Opens a checkpoint of adapters. It holds the factors of each adapted contraction, the weights that were trained in full, and the
+description of the base model.
 """
 
 from collections.abc import Mapping
@@ -23,11 +23,16 @@ from argosy.weights.peft.writer import contents_of
 
 
 def open_adapted(folder: Path, config: Any, meta: Mapping[str, Any], base: OpenedModel) -> AdaptedModel:
-    """The adapters of a checkpoint.
+    """Opens the adapters of a checkpoint.
+
+    Args:
+        config: the config of the model with adapters.
+        meta: the contents of meta.json.
+        base: the base model.
 
     Raises:
-        BadInput: the checkpoint is gone.
-        Damaged: meta.json lacks what it should hold.
+        BadInput: the checkpoint no longer exists.
+        Damaged: meta.json lacks a key.
     """
     try:
         settings: Any = Choice(ADAPTERS).build(meta["settings"]["adapter"])

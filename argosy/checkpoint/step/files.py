@@ -1,4 +1,4 @@
-"""Writes files of a checkpoint into a folder, hashing them meanwhile."""
+"""Writes files of a checkpoint into a folder, and hashes them while they are written."""
 
 import hashlib
 import os
@@ -13,22 +13,22 @@ from argosy.checkpoint.saving.pace import SavePace
 from argosy.core.formats.files import File, sync, write_all
 from argosy.weights import manifest
 
-# Files below this are forced to disk together, after the last.
+# Files with fewer bytes are synced to disk together, after all are written.
 SMALL_BYTES = 1 << 20
 
 
 def write_files(folder: Path, files: Iterable[File], pace: SavePace | None = None) -> manifest.Files:
-    """Writes files to disk, and hashes them while writing. Returns the size and hash of each: {name: ...}.
+    """Writes files to disk, and hashes them while they are written. Returns {name: size and hash}.
 
     Args:
-        pace: limits the speed, to leave the cores to training; None: full speed.
+        pace: limits the speed, to leave the cores to training. None writes at full speed.
     """
     files = list(files)
     hashes = {file.name: _write(folder / file.name, file, pace) for file in files}
     small = [folder / file.name for file in files if file.bytes < SMALL_BYTES]
     while small and pace is not None and pace.worked():
         sync(small.pop())
-    # Most of a small file's time is waiting for the disk, which takes in one go what was written before and is waited for together.
+    # A small file mostly waits for the disk, which stores files faster if several are waited for at once.
     with ThreadPoolExecutor(manifest.THREADS, "sync") as pool:
         list(pool.map(sync, small))
     return hashes

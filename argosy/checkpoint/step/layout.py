@@ -1,8 +1,8 @@
-"""The names of what a checkpoint holds, and the files by which Orbax knows its arrays.
+"""Defines the names of the contents of a checkpoint, and writes the files that Orbax needs to find its arrays.
 
-    weights/  state/      arrays; data/ too, where the position in the data has some
+    weights/  state/      arrays; also data/, if the position in the data has arrays
     meta.json             data position, settings, evaluation
-    manifest.json         size and hash of every file; written last, it makes the step a checkpoint
+    manifest.json         size and hash of every file; the step is a checkpoint once this file is written, the last one
 """
 
 import json
@@ -18,8 +18,8 @@ WEIGHTS, STATE, DATA, META = "weights", "state", "data", "meta.json"
 
 
 def array_by_array(entries: Iterable[TensorEntry], item: str = WEIGHTS) -> list[File]:
-    """The files of a checkpoint item, to be written one array after the other; `save_arrays` needs all arrays in memory at once.
-    Orbax reads both. These arrays are not compressed.
+    """Returns the files of a checkpoint item, which can be written with one array in memory at a time. Orbax can read them. The arrays
+    are not compressed.
 
     Raises:
         Unsupported: checkpoints have no name for the type.
@@ -30,7 +30,11 @@ def array_by_array(entries: Iterable[TensorEntry], item: str = WEIGHTS) -> list[
 
 
 def catalog(items: Mapping[str, Iterable[str]]) -> list[File]:
-    """The files by which Orbax knows the arrays of each item, where every array is a folder of its own."""
+    """Returns the files that tell Orbax the arrays of each item, each of which is a folder.
+
+    Args:
+        items: the names of the arrays of each item.
+    """
     about = {"value_type": "np.ndarray", "skip_deserialize": False}
     layout = {"use_ocdbt": False, "use_zarr3": True, "store_array_data_equal_to_fill_value": True}
     handler = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
@@ -44,5 +48,5 @@ def catalog(items: Mapping[str, Iterable[str]]) -> list[File]:
 
 
 def is_description(name: str) -> bool:
-    """Whether a file of a step is none of the shards of weights and state."""
+    """Whether a file of a step describes it, and is not a shard of weights or state."""
     return name.startswith(f"{DATA}/") or name.rpartition("/")[2] in ("zarr.json", "_METADATA", "_CHECKPOINT_METADATA", META)

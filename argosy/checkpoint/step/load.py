@@ -15,27 +15,32 @@ from argosy.core.errors import BadInput, Damaged
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Reads the metadata saved with the arrays.
+    """Reads the metadata (meta.json) of a checkpoint.
 
     Raises:
         BadInput: there is no checkpoint.
-        Damaged: it cannot be read.
+        Damaged: the metadata cannot be read.
     """
     return _guarded(folder, lambda: json.loads((folder / META).read_text()))
 
 
 def stored_shapes(folder: Path, item: str = WEIGHTS) -> dict[str, jax.ShapeDtypeStruct]:
-    """Names, shapes and types of the arrays of one item, without reading them.
+    """Returns the shapes and types of the arrays of one item by name, without reading the arrays.
 
     Raises:
         BadInput: there is no checkpoint.
-        Damaged: it cannot be read, or holds no such item.
+        Damaged: the checkpoint cannot be read, or lacks the item.
     """
     return _guarded(folder, lambda: shards.array_shapes(folder, item))
 
 
 def load_weights(folder: Path, shardings: Mapping[str, Any] | None = None, dtype: Any = None) -> Arrays:
-    """Loads only the weights, onto these shardings ({name: sharding}) or onto the host's first device."""
+    """Loads only the weights.
+
+    Args:
+        shardings: the sharding of each weight by name. By default weights are loaded onto the first device of the host.
+        dtype: the type of the loaded weights. The default is the stored type.
+    """
     return load_item(folder, WEIGHTS, shardings, dtype)
 
 
@@ -49,21 +54,21 @@ def load_item(folder: Path, item: str, shardings: Mapping[str, Any] | None = Non
 
 
 def load_data(folder: Path) -> Arrays:
-    """The arrays of a step's position in the data; none where it had none."""
+    """Loads the arrays of a step's position in the data; empty if it has none."""
     return _guarded(folder, lambda: shards.read_on_host(folder, DATA)) if (folder / DATA).is_dir() else {}
 
 
 def _host() -> Any:
-    """The host's own device: a model that is split over accelerators may not fit on one of them."""
+    """Returns the CPU device of the host, because a model that was split over accelerators may not fit on one of them."""
     try:
         return jax.local_devices(backend="cpu")[0]
-    # JAX_PLATFORMS names only others.
+    # JAX_PLATFORMS does not include cpu.
     except RuntimeError:
         return jax.local_devices()[0]
 
 
 def _guarded(folder: Path, read: Callable[[], Any]) -> Any:
-    """Runs a reading function and turns any error (of JSON, a missing key, of TensorStore) into one about the checkpoint."""
+    """Runs a function that reads from a checkpoint, and converts all errors (of JSON, of TensorStore, missing keys) to `Damaged`."""
     if not folder.is_dir():
         raise BadInput(f"no checkpoint at {folder}")
     try:

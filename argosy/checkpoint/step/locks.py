@@ -1,4 +1,4 @@
-"""Locks by which a checkpoint that is being read is not removed."""
+"""Locks that keep a checkpoint from being removed while it is read."""
 
 import errno
 import fcntl
@@ -11,18 +11,18 @@ from argosy.weights.manifest import NAME
 
 
 class ReadLock:
-    """A shared lock on a checkpoint while it is read; retention does not remove a locked one. Released with this object.
+    """A shared lock on a checkpoint, which retention does not remove while it is locked. The lock ends with this object.
 
     On file systems without locks there is no protection, and a reader may have to start again.
 
     Raises:
-        FileNotFoundError: the checkpoint is gone, or was removed while this waited for its lock.
+        FileNotFoundError: the checkpoint does not exist, or was removed while this process waited for the lock.
     """
 
     def __init__(self, folder: Path):
         self._file: int | None = os.open(folder / NAME, os.O_RDONLY)
         try:
-            # What removes a checkpoint holds its lock until the manifest is gone.
+            # A process that removes a checkpoint holds the exclusive lock until the manifest is removed.
             fcntl.flock(self._file, fcntl.LOCK_SH)
         except OSError:
             self.release()
@@ -48,9 +48,10 @@ class ReadLock:
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[bool]:
-    """Locks a checkpoint against readers, to remove it. Gives whether the lock was free: False if a process reads the checkpoint.
+    """Locks a checkpoint against readers, so that it can be removed. Yields True if the lock was free, and False if a process reads the
+    checkpoint.
 
-    While the block runs no reader can begin, so the manifest is removed inside the block.
+    No reader can begin inside the block, so the manifest must be removed there.
     """
     file = os.open(folder / NAME, os.O_RDONLY)
     try:

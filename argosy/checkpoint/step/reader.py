@@ -1,5 +1,4 @@
-"""Reads a checkpoint's weights by per-layer name, whatever layout they were written in, with one stored array in memory at a
-time.
+"""Reads a checkpoint's weights by per-layer name, from unrolled or stacked layers, with one stored array in memory at a time.
 
 The pages of a mapped file count as memory of the process until they are released, so they are released array by array.
 """
@@ -26,12 +25,13 @@ class StepReader:
     """The weights of one checkpoint. Retention does not remove the checkpoint while this object exists.
 
     Args:
-        folder: folder of the checkpoint.
-        model: the model with shapes for weights, in the layout of the checkpoint (`models.parts.stack.stored_as`).
+        folder: the folder of the checkpoint.
+        model: the description of the model, with shapes in place of weights, in the layout of the checkpoint
+            (`models.parts.stack.stored_as`).
 
     Raises:
-        BadInput: the checkpoint is gone, or lacks weights of its model.
-        Damaged: it cannot be read.
+        BadInput: the checkpoint no longer exists, or lacks weights of its model.
+        Damaged: the checkpoint cannot be read.
     """
 
     def __init__(self, folder: Path, model: nnx.Module):
@@ -49,7 +49,7 @@ class StepReader:
 
     @property
     def names(self) -> KeysView[str]:
-        """The names in the order in which they are stored: read in this order, a stack of layers is read once."""
+        """The names in the order in which they are stored. If weights are read in this order, each stack of layers is read once."""
         return self._where.keys()
 
     def shape(self, name: str) -> Shape:
@@ -71,7 +71,7 @@ class StepReader:
         at = part if layer is None else (layer, *part)
         self._pages.give_back()
         if self._last is None or self._last[0] != address:
-            # Frees the array before the next is read.
+            # The array is freed before the next one is read.
             self._last = None
             self._last = address, read_array(self.folder, address)
         array = self._last[1]
@@ -81,16 +81,16 @@ class StepReader:
         return self._pages.hold(array[at]) if map_of(array) is not None else array[at].copy()
 
     def stored_sizes(self) -> Iterator[tuple[str, int]]:
-        """(stored name, bytes) of each array; all layers of a stack count together."""
+        """Yields (stored name, bytes) of each array. A stack of layers is one array."""
         for address, stored in self._shapes.items():
             yield address, int(np.prod(stored.shape, dtype=np.int64)) * np.dtype(stored.dtype).itemsize
 
 
 def read_array(folder: Path, name: str, item: str = WEIGHTS) -> np.ndarray:
-    """Reads one array of a checkpoint; one of a single shard is mapped.
+    """Reads one array of a checkpoint. An array of a single shard is memory-mapped.
 
     Raises:
-        Damaged: it cannot be read.
+        Damaged: the array cannot be read.
     """
     if (mapped := map_array(folder / item / name)) is not None:
         return mapped

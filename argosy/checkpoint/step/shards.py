@@ -1,9 +1,9 @@
-"""Arrays as files of values: each process writes its own shards, and nobody waits for anybody.
+"""Writes and reads the arrays of a checkpoint. Each process writes its own shards and waits for no other process.
 
-An array is stored in the Zarr 3 format with a chunk for each shard, so a shard is a file (`core.formats.zarr`). Orbax would need
-barriers over the devices in the middle of training, and when one process fails the others wait five minutes (docs/decisions/0018);
-of one process it would take longer and read everything again for the hashes (0027). It reads this layout, and what it wrote itself is
-read here through TensorStore.
+An array is stored in the Zarr 3 format with a chunk for each shard, so each shard is a file (`core.formats.zarr`). Orbax would need
+barriers over the devices in the middle of training, and if one process fails, the others would wait five minutes (docs/decisions/0018).
+With a single process, Orbax takes longer and needs all files to be read again for the hashes (0027). Orbax reads this layout, and this
+module reads the layout of Orbax through TensorStore.
 """
 
 import json
@@ -26,18 +26,20 @@ from argosy.core.formats.zarr import described_shards, shard_file
 from argosy.core.formats.zarr_parts import Spans, StoredArray, aligned_memory, read_parts, zarr_layout
 from argosy.core.process.cores import core_count
 
-# At most so many arrays are copied off the devices at once.
+# The number of arrays that are copied off the devices at once.
 COPIES_AT_ONCE = 4
-# Arrays are read in groups of this size, each put on the devices before the next: the host needs no room for a whole state.
+# Arrays are read in groups of this many bytes. Each group is put on the devices before the next is read, so that the host does not need
+# memory for a whole state.
 GROUP_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class ShardedArray:
-    """An array of a checkpoint, as this process sees it.
+    """An array of a checkpoint, with the shards that this process writes.
 
+    shape: the shape of the whole array.
     shard_shape: the shape of each shard.
-    shards: those that this process writes, by their place in the grid of shards.
+    shards: the values of the shards that this process writes, by position in the grid of shards.
     """
 
     shape: Shape
@@ -51,13 +53,16 @@ Items = Mapping[str, Mapping[str, ShardedArray]]
 
 
 def copy_shards(items: Mapping[str, Mapping[str, Any]], copies: HostCopies, leads: bool, replicas: bool = False) -> Items:
-    """Copies the shards that this process writes off its devices. Only the first of equal shards is written, by one process. Arrays
-    on the host, which all processes have, are written by the leader.
+    """Copies the shards that this process writes from its devices to the host. Of equal shards only one is written, by one process. The
+    leader writes arrays of the host, which all processes have.
 
     Args:
-        replicas: every process writes each shard that its devices hold.
+        items: the arrays of the step, {item: {name: array}}.
+        copies: the host memory of this save.
+        leads: whether this process writes arrays of the host.
+        replicas: whether every process writes each shard that its devices hold, including replicas.
     """
-    # All copies start before the first is waited for.
+    # All copies start before the first one is waited for.
     for shard in (shard for array in _arrays_of(items) for shard in _shards_of(array, replicas).values()):
         shard.data.copy_to_host_async()
     with ThreadPoolExecutor(min(COPIES_AT_ONCE, core_count()), "copy") as pool:
@@ -68,10 +73,10 @@ def copy_shards(items: Mapping[str, Mapping[str, Any]], copies: HostCopies, lead
 def _copy(array: Any, copies: HostCopies, leads: bool, replicas: bool) -> ShardedArray:
     if not isinstance(array, jax.Array):
         return ShardedArray(array.shape, array.dtype, array.shape, {(0,) * array.ndim: copies.of(array)} if leads else {})
-    # Copies, because the loop donates the array to the next step.
+    # The arrays are copied, because the loop donates them to the next step.
     shape, dtype, shards = tuple(array.shape), np.dtype(array.dtype), _shards_of(array, replicas)
     if array.is_fully_addressable:
-        # One file, however many devices of this process share the array.
+        # The array becomes one file, even if several devices of this process share it.
         whole = copies.joined(shape, dtype, [(shard.index, shard.data) for shard in shards.values()])
         return ShardedArray(shape, dtype, shape, {(0,) * array.ndim: whole})
     parts = {at: copies.of(shard.data) for at, shard in shards.items()}
@@ -79,7 +84,7 @@ def _copy(array: Any, copies: HostCopies, leads: bool, replicas: bool) -> Sharde
 
 
 def copied_sizes(items: Mapping[str, Mapping[str, Any]], replicas: bool = False) -> Counter[int]:
-    """The sizes of the copies that `copy_shards` makes of arrays on devices: {bytes of a copy: number of copies}."""
+    """Returns the sizes of the copies that `copy_shards` makes of arrays on devices: {bytes of a copy: number of copies}."""
     sizes = Counter[int]()
     for array in (array for array in _arrays_of(items) if isinstance(array, jax.Array)):
         whole = array.is_fully_addressable
@@ -92,7 +97,7 @@ def _arrays_of(items: Mapping[str, Mapping[str, Any]]) -> Iterator[Any]:
 
 
 def _shards_of(array: Any, replicas: bool) -> dict[tuple[int, ...], Any]:
-    """The shards of an array on this process's devices that it writes, by their place in the grid of shards."""
+    """Returns the shards of an array that this process writes, by position in the grid of shards."""
     if not isinstance(array, jax.Array):
         return {}
     sizes, shards = array.sharding.shard_shape(array.shape), dict[tuple[int, ...], Any]()
@@ -104,12 +109,12 @@ def _shards_of(array: Any, replicas: bool) -> dict[tuple[int, ...], Any]:
 
 
 def _is_folder_name(name: str) -> bool:
-    """Whether an array can have this name: one or more parts, none of which is empty, hidden or too long."""
+    """Whether an array can have this name, whose parts (separated by /) must not be empty, hidden or too long."""
     return all(part and not part.startswith((".", "_METADATA")) and len(part.encode()) < 256 for part in name.split("/"))
 
 
 def shard_files(items: Items) -> list[File]:
-    """The files of the shards that this process writes."""
+    """Returns the files of the shards that this process writes."""
     files = []
     for item, arrays in items.items():
         for name, array in arrays.items():
@@ -121,10 +126,11 @@ def shard_files(items: Items) -> list[File]:
 
 
 def description_files(items: Items, meta: str) -> list[File]:
-    """The files that describe a step, which one process writes: the metadata of each array, those of each item, and meta.json.
+    """Returns the files that describe a step: the metadata of each array, the metadata of each item, and meta.json. One process writes
+    them.
 
     Raises:
-        Unsupported: the format has no name for a type, or an array's name is no name of a folder.
+        Unsupported: the format has no name for a type, or the name of an array cannot be that of a folder.
     """
     files = []
     for item, arrays in items.items():
@@ -137,12 +143,15 @@ def description_files(items: Items, meta: str) -> list[File]:
 
 
 def read_arrays(folder: Path, item: str, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Arrays of a checkpoint onto their shardings; each process reads only what its devices hold.
+    """Reads arrays of a checkpoint onto their shardings. Each process reads only the shards that its devices hold.
 
-    What this module wrote is read into memory that on a CPU becomes the array's own.
+    On a CPU, arrays that this module wrote are not copied: they keep the memory that they are read into.
+
+    Args:
+        targets: the shape, type and sharding of each array to read, by name.
 
     Raises:
-        Damaged, OSError: a file cannot be read, or is not what its metadata say.
+        Damaged, OSError: a file cannot be read, or contradicts its metadata.
     """
     out: dict[str, jax.Array] = {}
     stored = {name: zarr_layout(folder / item / name) for name in targets}
@@ -154,7 +163,7 @@ def read_arrays(folder: Path, item: str, targets: Mapping[str, jax.ShapeDtypeStr
             out[name] = _by_tensorstore(folder, item, name, like)
             continue
         if size >= GROUP_BYTES:
-            # Transfers read the memory of a group until they are done.
+            # Transfers to devices read the memory of a group until they are done.
             out |= jax.block_until_ready(_arrays(stored, group, targets))
             group, size = {}, 0
         assert like.sharding is not None
@@ -167,13 +176,13 @@ def read_arrays(folder: Path, item: str, targets: Mapping[str, jax.ShapeDtypeStr
 
 
 def read_on_host(folder: Path, item: str, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-    """Arrays of an item as numpy arrays, whose types JAX may not have (int64).
+    """Reads arrays of an item as numpy arrays, whose types JAX may not have (int64).
 
     Args:
-        names: all by default.
+        names: the names of the arrays to read. The default is all.
 
     Raises:
-        Damaged, OSError: as `read_arrays`.
+        Damaged, OSError: the errors of `read_arrays`.
     """
     out, parts = dict[str, np.ndarray](), []
     for name in array_names(folder, item) if names is None else names:
@@ -187,7 +196,7 @@ def read_on_host(folder: Path, item: str, names: Iterable[str] | None = None) ->
 
 
 def array_shapes(folder: Path, item: str) -> dict[str, jax.ShapeDtypeStruct]:
-    """Names, shapes and types of the arrays of an item."""
+    """Returns the shapes and types of the arrays of an item by name."""
     out = {}
     for name in array_names(folder, item):
         if (array := zarr_layout(folder / item / name)) is not None:
@@ -230,18 +239,18 @@ def _by_tensorstore(folder: Path, item: str, name: str, like: jax.ShapeDtypeStru
 
 
 def needed_files(folder: Path, shardings: Mapping[str, Mapping[str, Any]], files: Iterable[str]) -> set[str]:
-    """The files of the shards that `read_arrays` opens in this process.
+    """Returns the files that `read_arrays` opens in this process.
 
     Args:
-        folder: a step, with what describes it.
-        shardings: {item: {name: sharding}}.
-        files: all files of the step.
+        folder: the folder of the step, with the files that describe it.
+        shardings: the sharding of each array, {item: {name: sharding}}.
+        files: the names of all files of the step.
     """
     needed = set[str]()
     for item, places in shardings.items():
         for name, sharding in places.items():
             if (array := zarr_layout(folder / item / name)) is None:
-                # Orbax wrote it, into files that its arrays share.
+                # Orbax wrote the array, into files that arrays share.
                 needed.update(file for file in files if file.startswith(f"{item}/"))
                 continue
             for index in sharding.addressable_devices_indices_map(array.shape).values():
@@ -251,18 +260,18 @@ def needed_files(folder: Path, shardings: Mapping[str, Mapping[str, Any]], files
 
 
 def array_names(folder: Path, item: str) -> list[str]:
-    """The names of the arrays of an item."""
+    """Returns the names of the arrays of an item."""
     tree = json.loads((folder / item / "_METADATA").read_text())["tree_metadata"]
     return [entry["key_metadata"][0]["key"] for entry in tree.values()]
 
 
 def open_array(folder: Path, name: str, item: str) -> Any:
-    """An array that Orbax wrote, opened with TensorStore.
+    """Opens an array that Orbax wrote, with TensorStore. It may be packed into files with other arrays (OCDBT).
 
     Args:
-        folder: folder of the checkpoint.
-        name: name of the array.
-        item: the checkpoint's item, such as weights; its arrays may be packed together or not.
+        folder: the folder of the checkpoint.
+        name: the name of the array.
+        item: the item of the checkpoint, such as weights.
     """
     import tensorstore
 

@@ -1,1 +1,1 @@
-"""Checkpoints in two tiers."""
+"""Checkpoints in two tiers: persistent storage, and fast local disks of the hosts."""

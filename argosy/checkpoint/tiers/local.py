@@ -1,13 +1,14 @@
-"""Checkpoints on the fast disks of the hosts: each process keeps its own shards, and a step counts while all of its files are found.
+"""Checkpoints on the fast disks of the hosts. Each process keeps its own shards. A step is usable as long as the hosts together have
+all of its files.
 
-    <checkpoint.local>/<run>/<rank>/<step>/     a manifest of all files of the step, and those that this process has
+    <checkpoint.local>/<run>/<rank>/<step>/     a manifest of all files of the step, and the files that this process has
 
-Every process writes every shard that its devices hold, copies too: with data parallelism all hosts have everything. With
-`local_copies=2` it also keeps the shards of a process on another host. Where a host lost its disk, the processes that need a file fetch
-it from one that has it (`tiers.restore`); each reads only what its own devices hold.
+Every process writes every shard that its devices hold, including replicas, so with data parallelism each host has all files. With
+`local_copies=2` a process also keeps the shards of a process on another host. If a host lost its disk, processes that need a file fetch
+it from a process that has it (`tiers.restore`). Each process reads only the shards that its devices hold.
 
-A step is committed when its manifest is, in each process after all have written. Two manifests of one step (it was made again) are two
-steps: their files are never mixed.
+A step is committed by its manifest, which each process writes after all have written their files. If a step was made again, its two
+manifests count as two steps, whose files are never mixed.
 """
 
 import shutil
@@ -38,11 +39,11 @@ class LocalCheckpoints(Tier):
     """The local tier of this process. All processes make the same calls.
 
     Args:
-        root: the run's folder on this host.
-        copies: on how many hosts each shard is kept at least.
-        place: the host and its disk, as others tell it apart.
-        belongs: (step, its meta) -> whether the run made it on its way to where it is now.
-        memory: for the copies of a save.
+        root: the folder of the run on this host.
+        copies: the least number of hosts that keep each shard.
+        place: a name that identifies this host and its disk among the others.
+        belongs: (step, its metadata) -> whether the step belongs to the current history of the run, and was not undone by a rollback.
+        memory: the host memory for the copies of a save.
     """
 
     replicates = True
@@ -76,15 +77,16 @@ class LocalCheckpoints(Tier):
     # ---------------------------------------------------------------- list, verify
 
     def steps(self) -> list[int]:
-        """Steps of which this host has files, oldest first."""
+        """Returns the steps that this host has files of, oldest first."""
         return sorted({step for step, _ in self._local_steps()})
 
     def own_steps(self) -> list[int]:
-        """Steps of this process, oldest first. Folders of other processes of the host may vanish at any time when a run ends."""
+        """Returns the steps of this process, oldest first. Folders of other processes on the host are not looked at, because they may
+        vanish at any time when a run ends."""
         return sorted(int(folder.name) for folder in self.folder.iterdir() if folder.name.isdecimal()) if self.folder.is_dir() else []
 
     def latest_good(self) -> int | None:
-        """The newest step of which all files are found and good, over all processes. Newer ones lack some, and are removed."""
+        """Finds the newest step whose files are all found undamaged on some host. Newer steps are incomplete and are removed."""
         local_steps = self._local_steps()
         every = processes.all_gather("local steps", [f"{step} {digest}" for step, digest in sorted(local_steps)])
         keys = {(int(step), digest) for keys in every for step, digest in map(str.split, keys)}
@@ -98,14 +100,14 @@ class LocalCheckpoints(Tier):
         return None
 
     def _local_steps(self) -> dict[StepKey, list[Path]]:
-        """The steps of this host, with their folders, those of this process first."""
+        """Returns the steps on this host with their folders. The folders of this process come first."""
         others = (folder for folder in sorted(self.root.iterdir()) if folder != self.folder and folder.is_dir())
         return steps_on_host([self.folder, *others], self.belongs)
 
     # ---------------------------------------------------------------- read
 
     def path(self, step: int) -> Path:
-        """The folder of the step that was agreed on. It has the shards that this process needs once `prepare` was called."""
+        """Returns the folder of the step that `latest_good` found. It holds the shards that this process needs after `prepare`."""
         assert self._restored is not None
         assert self._restored.step == step
         return self._restored.folder
@@ -114,10 +116,14 @@ class LocalCheckpoints(Tier):
         return read_meta(self.path(step))
 
     def prepare(self, step: int, shardings: Mapping[str, Mapping[str, Any]]) -> None:
-        """Fetches the shards that the devices of this process need and this host lacks. shardings: {item: {name: sharding}}.
+        """Fetches the shards that the devices of this process need and this host lacks.
+
+        Args:
+            step: the step that `latest_good` found.
+            shardings: the sharding of each array, {item: {name: sharding}}.
 
         Raises:
-            ArgosyError: a peer ended meanwhile; in all processes.
+            ArgosyError: a peer ended in the meantime. Raised in all processes.
         """
         restored = self._restored
         assert restored is not None
@@ -128,7 +134,7 @@ class LocalCheckpoints(Tier):
         restored.close()
 
     def dismiss(self) -> None:
-        """The step that was agreed on is not read: another tier has a newer one."""
+        """Drops the step that `latest_good` found, because another tier has a newer one."""
         if self._restored is not None:
             self._restored.close()
         shutil.rmtree(self.folder / RESTORED, ignore_errors=True)
@@ -142,7 +148,7 @@ class LocalCheckpoints(Tier):
         folder = self.folder / str(step)
         try:
             meta = processes.broadcast("local meta", lambda: meta)
-            # Every process writes what describes the step too.
+            # Every process also writes the files that describe the step.
             files = [*shards.shard_files(items), *shards.description_files(items, meta)]
             processes.run_together("local clean", lambda: self._begin(folder))
             hashes = processes.run_together("local shards", lambda: step_files.write_files(folder, files, self._pace))
@@ -164,7 +170,7 @@ class LocalCheckpoints(Tier):
         folder.mkdir(parents=True)
 
     def _copy(self, folder: Path, every: list[manifest.Files], files: manifest.Files) -> None:
-        """Fetches what processes of other hosts wrote, so that each shard is on `copies` hosts."""
+        """Fetches files that processes on other hosts wrote, so that each shard is on `copies` hosts."""
         offer = offer_files("local offer of copies", {name: folder / name for name in every[processes.rank()]})
         try:
             offers = processes.all_gather("local copies", offer.address)
@@ -181,26 +187,27 @@ class LocalCheckpoints(Tier):
     # ---------------------------------------------------------------- retire
 
     def retire(self, newest: int) -> None:
-        """Keeps the newest steps of this process; removes those of ranks that the run no longer has."""
+        """Removes all but the newest steps of this process, and the steps of ranks that the run no longer has."""
         steps = self.own_steps()
         for step in set(steps) - set(steps[-KEEP:]) - {newest}:
             _remove(self.folder / str(step), self._pace)
         self._remove_higher_ranks()
 
     def clear(self) -> None:
-        """Removes the steps of this process, and those of ranks that the run no longer has: a newer one is in the persistent tier."""
+        """Removes the steps of this process and of ranks that the run no longer has, because the persistent tier has a newer one."""
         self._remove_higher_ranks()
         shutil.rmtree(self.folder, ignore_errors=True)
-        # Not empty while another process of the host has its own.
+        # The folder is not empty while another process on the host has its own steps.
         with suppress(OSError):
             self.root.rmdir()
 
     def _remove_higher_ranks(self) -> None:
-        """One process of each host does: a run with fewer processes than before never saves into the folders of the others."""
+        """Removes the folders of ranks that the run no longer has. One process of each host does so, because a run with fewer processes
+        than before never saves into these folders again."""
         ranks = [rank for rank, place in enumerate(self.places) if place == self.places[processes.rank()]]
         if processes.rank() == min(ranks):
             folders: list[Path] = []
-            # Another process of the host may remove the root when it has removed its own.
+            # Another process on the host may remove the root after its own folder.
             with suppress(FileNotFoundError):
                 folders = list(self.root.iterdir())
             for folder in folders:
@@ -208,7 +215,7 @@ class LocalCheckpoints(Tier):
                     shutil.rmtree(folder, ignore_errors=True)
 
     def drop_newer(self, step: int) -> None:
-        """Removes the steps of this process after that one."""
+        """Removes the steps of this process that are newer than `step`."""
         for folder in list(self.folder.iterdir()):
             if folder.name.isdecimal() and int(folder.name) > step:
                 _remove(folder)
@@ -216,7 +223,14 @@ class LocalCheckpoints(Tier):
 
 
 def copy_sources(places: list[str], rank: int, copies: int) -> list[int]:
-    """The ranks whose shards a rank keeps too: those of the hosts before its own, which their processes share among them."""
+    """Returns the ranks whose shards a rank keeps beside its own. They are on the `copies` - 1 hosts before its own. The processes of a
+    host divide the ranks of each of these hosts among them.
+
+    Args:
+        places: the host of each rank.
+        rank: the rank.
+        copies: the number of hosts that keep each shard.
+    """
     hosts = list(dict.fromkeys(places))
     mine = [other for other, place in enumerate(places) if place == places[rank]]
     at, sources = hosts.index(places[rank]), []
@@ -227,10 +241,10 @@ def copy_sources(places: list[str], rank: int, copies: int) -> list[int]:
 
 
 def _merged(every: list[manifest.Files]) -> manifest.Files:
-    """All files of a step.
+    """Merges the files of all processes to all files of a step.
 
     Raises:
-        ArgosyError: two processes wrote one file with other bytes: copies of a shard have come apart.
+        ArgosyError: two processes wrote a file with different bytes, because replicas of a shard differ.
     """
     files: manifest.Files = {}
     for rank, rank_files in enumerate(every):

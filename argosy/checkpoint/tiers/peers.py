@@ -1,8 +1,8 @@
-"""Files of a checkpoint from one process of a run to another, over TCP.
+"""Sends files of a checkpoint from one process of a run to another, over TCP.
 
-A process offers files by name, under a token that the processes of the run tell each other through their coordination service. It
-sends nothing else, and what arrives is compared with the hash in the manifest before it has its name. Only the first line of a request
-is read before the token is compared.
+A process offers files by name, under a token that the processes of the run exchange through their coordination service. It sends
+nothing else. The receiver compares a file with the hash in the manifest before it renames the file to its name. Only the first line of
+a request is read before the token is compared.
 """
 
 import hmac
@@ -21,18 +21,18 @@ from typing import Any, TypeVar
 from argosy.core.errors import ArgosyError, Damaged
 from argosy.weights import manifest
 
-# How long a peer may say nothing, and until it has said its token.
+# The time-outs in seconds for a silent peer, and for a peer that has not sent its token.
 PATIENCE_S, TOKEN_S = 60.0, 10.0
-# A process answers at most this many connections at a time, and ends further ones at once.
+# The number of connections that a process answers at a time. Further ones are closed at once.
 MOST_AT_ONCE = 256
-# A peer whose connection ended tries again. Its wait doubles each time, and has a random part, so that peers do not come back at once.
-# All tries take 13 to 26 s.
+# A peer whose connection ended tries again. Its wait doubles each time and has a random part, so that peers do not return all at once.
+# All tries together take 13 to 26 s.
 TRIES, AGAIN_S = 8, 0.1
-# The most bytes of a file whose size nobody knows beforehand: a manifest.
+# The most bytes of a file whose size is not known beforehand, which is a manifest.
 MOST_UNKNOWN_BYTES = 1 << 30
 CHUNK_BYTES = 1 << 20
 _LENGTH, _NONE = struct.Struct(">Q"), 2**64 - 1
-# A request that asks whether somebody is there.
+# The name in a request that only asks whether the peer answers.
 PING = ""
 
 T = TypeVar("T")
@@ -42,7 +42,10 @@ Address = tuple[str, int, str]  # host, port, token
 class Listener:
     """Answers connections that begin with its token, `MOST_AT_ONCE` at a time, until it is closed.
 
-    answer: gets what the peer says after the token, and the connection to write to. Its errors end the connection.
+    Args:
+        host: the host name or address to listen on.
+        answer: called with the stream of what the peer sends after the token, and the socket to answer on. Its errors end the
+            connection.
     """
 
     def __init__(self, host: str, answer: Callable[[BufferedIOBase, socket.socket], None]):
@@ -60,7 +63,7 @@ class Listener:
 
         class Server(socketserver.ThreadingTCPServer):
             daemon_threads = True
-            # Many peers come at the same moment; those that find no place would try again after a second.
+            # Many peers connect at the same moment. Those that do not fit into the queue would try again after a second.
             request_queue_size = 128
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
@@ -86,7 +89,7 @@ class Listener:
 
 
 class Offer:
-    """Offers files until it is closed. files: {name: path}, which may grow."""
+    """Offers files to peers until it is closed. Its `files`, {name: path}, may grow."""
 
     def __init__(self, host: str, files: Mapping[str, Path] | None = None):
         self.files = dict(files or {})
@@ -108,10 +111,16 @@ class Offer:
 
 
 def fetch(address: Address, name: str, path: Path, expected: Mapping[str, Any] | None = None) -> None:
-    """Writes a file of a peer to a path. Tries again where the connection ends or nobody answers. expected: its size and hash.
+    """Fetches a file from a peer and writes it to a path. Tries again if the connection ends.
+
+    Args:
+        address: the address of the peer's offer.
+        name: the name of the file in the offer.
+        path: the path of the new file.
+        expected: the size and hash of the file. None accepts any file of up to `MOST_UNKNOWN_BYTES`.
 
     Raises:
-        ArgosyError: the peer cannot be reached, does not have it, or sends more than `MOST_UNKNOWN_BYTES` where nothing is expected.
+        ArgosyError: the peer cannot be reached, does not have the file, or sends more than `MOST_UNKNOWN_BYTES`.
         Damaged: another size or other bytes arrived.
     """
     pending = path.with_name(f"{path.name}.part")
@@ -132,7 +141,7 @@ def _receive_file(address: Address, name: str, pending: Path, expected: Mapping[
         remaining = _LENGTH.unpack(receive_exactly(peer, _LENGTH.size))[0]
         if remaining == _NONE:
             raise ArgosyError(f"the process at {address[0]} does not have {name}")
-        # Before anything is written: another size would fill the disk first.
+        # The size is checked before anything is written, because a wrong one might fill the disk.
         if expected is not None and remaining != expected["bytes"]:
             problem = f"{name} did not arrive as it was written: {remaining} bytes, not {expected['bytes']}"
             raise Damaged(problem, where=f"from {address[0]}")
@@ -148,17 +157,17 @@ def _receive_file(address: Address, name: str, pending: Path, expected: Mapping[
 
 
 def with_retries(work: Callable[[], T]) -> T:
-    """Work that is done again where a connection ends: the peer was answering `MOST_AT_ONCE` others.
+    """Does work, and does it again if its connection ends, because the peer was answering `MOST_AT_ONCE` others.
 
     Raises:
-        OSError: it failed `TRIES` times; at once where it is no matter of connections, such as a full disk, or nothing answers in time.
+        OSError: the work failed `TRIES` times. Errors that another try would not help (a full disk, a time-out) are raised at once.
     """
     wait = AGAIN_S
     for _ in range(TRIES - 1):
         try:
             return work()
         except ConnectionRefusedError:
-            # Nobody is there.
+            # Nothing listens at this address.
             raise
         except ConnectionError:
             time.sleep(wait * (1 + random.random()))
@@ -167,7 +176,7 @@ def with_retries(work: Callable[[], T]) -> T:
 
 
 def is_there(address: Address) -> bool:
-    """Whether a peer answers."""
+    """Asks whether a peer answers."""
 
     def ask() -> bool:
         with connect(address, PING) as peer:
@@ -183,7 +192,7 @@ def connect(address: Address, name: str) -> socket.socket:
     """Connects to a peer, and sends it the token and a name.
 
     Raises:
-        OSError: it cannot be reached.
+        OSError: the peer cannot be reached.
     """
     host, port, token = address
     peer = socket.create_connection((host, port), timeout=PATIENCE_S)
@@ -192,7 +201,7 @@ def connect(address: Address, name: str) -> socket.socket:
 
 
 def receive_exactly(peer: socket.socket, size: int) -> bytes:
-    """So many bytes.
+    """Receives exactly `size` bytes.
 
     Raises:
         OSError: the connection ends before.

@@ -1,7 +1,8 @@
-"""Restores a local step whose files lie on several hosts: each process reads what its own host has and fetches the rest from others.
+"""Restores a local step whose files lie on several hosts. Each process reads the files on its own host and fetches others from peers.
 
-All processes first say which files they have and found good, a bit for each file. A step is restored if every file is somewhere. What
-describes it is fetched at once, and shards once it is known which ones the devices of a process need.
+First, all processes exchange which files they have undamaged, a bit for each file. A step is restored if each of its files is on some
+host. The files that describe the step are fetched at once. Shards are fetched when it is known which ones the devices of a process
+need.
 """
 
 import os
@@ -19,7 +20,7 @@ from argosy.core.errors import ArgosyError
 from argosy.parallel import processes
 from argosy.weights import manifest
 
-# (step, digest of its manifest): a step that was made again is another one.
+# (step, digest of its manifest). A step that was made again has another key.
 StepKey = tuple[int, str]
 
 
@@ -27,11 +28,12 @@ StepKey = tuple[int, str]
 class RestoredStep:
     """The step to resume from.
 
-    folder: where it is read.
-    files: those of its manifest.
+    step: the number of the step.
+    folder: the folder of this host that it is read from.
+    files: the size and hash of each file, from its manifest.
     holders: the ranks that have each file.
-    addresses: where each rank offers its files.
-    offer: that of this process; None where every process has everything.
+    addresses: the address of each rank's offer.
+    offer: the offer of this process; None if every process has all files.
     """
 
     step: int
@@ -42,12 +44,12 @@ class RestoredStep:
     offer: peers.Offer | None
 
     def fetch(self, names: Iterable[str]) -> int:
-        """Fetches files that are not in the folder. Returns their bytes."""
+        """Fetches those of the named files that are not in the folder. Returns the number of bytes."""
         fetched = 0
         for name in names:
             if (self.folder / name).exists() or name not in self.files:
                 continue
-            # Processes ask different ones first.
+            # Processes ask different holders.
             holders = self.holders[name]
             source = holders[processes.rank() % len(holders)]
             peers.fetch(tuple(self.addresses[source]), name, self.folder / name, self.files[name])
@@ -61,20 +63,20 @@ class RestoredStep:
 
 
 def steps_on_host(folders: Iterable[Path], belongs: Callable[[int, Mapping[str, Any]], bool]) -> dict[StepKey, list[Path]]:
-    """The folders of this host that have files of a step.
+    """Finds the steps on this host. Returns the folders that have files of each step.
 
     Args:
-        folders: one for each process that ever ran here.
-        belongs: whether the run made a step, with these metadata, on its way to where it is now.
+        folders: one folder for each process that has run on this host.
+        belongs: (step, its metadata) -> whether the step belongs to the current history of the run, and was not undone by a rollback.
     """
     steps: dict[StepKey, list[Path]] = {}
     for folder in (step for parent in folders for step in parent.iterdir() if step.name.isdecimal()):
         try:
             files = manifest.read_manifest(folder)
         except ArgosyError:
-            # Cut off by a kill, or damaged: others may have it.
+            # The process was killed while writing, or the files are damaged. Other processes may have the step.
             continue
-        # Where it cannot be read, the comparison with the manifest says so.
+        # If the metadata cannot be read, the comparison with the manifest finds that.
         with suppress(ArgosyError):
             if not belongs(int(folder.name), read_meta(folder)):
                 continue
@@ -83,12 +85,15 @@ def steps_on_host(folders: Iterable[Path], belongs: Callable[[int, Mapping[str, 
 
 
 def restore_step(key: StepKey, folders: list[Path], home: Path, scratch: Path, warn: Callable[[str], None]) -> RestoredStep | None:
-    """A step with what describes it; None, in all processes, where files of it are lost or cannot be fetched.
+    """Restores a step up to the files that describe it. Returns None, in all processes, if files of the step are lost or cannot be
+    fetched.
 
     Args:
-        folders: those of this host that have files of it.
-        home: where this process wrote it.
-        scratch: where it is put together, unless all of it is at home.
+        key: the step and the digest of its manifest.
+        folders: the folders of this host that have files of the step.
+        home: the folder in which this process saved the step.
+        scratch: the folder in which the files are collected, unless `home` has all of them.
+        warn: called with a sentence about files that are lost.
     """
     step, digest = key
     files = manifest.read_manifest(folders[0]) if folders else {}
@@ -132,7 +137,7 @@ def restore_step(key: StepKey, folders: list[Path], home: Path, scratch: Path, w
 
 
 def _good_files(folders: list[Path], files: manifest.Files) -> dict[str, Path]:
-    """Where each file of a step is on this host, unless it is damaged."""
+    """Returns the path of each file of a step on this host. Damaged files are left out."""
     paths = dict[str, Path]()
     for folder in folders:
         present = {name: files[name] for name in files if name not in paths and (folder / name).exists()}
@@ -153,12 +158,12 @@ def _link_files(paths: Mapping[str, Path], folder: Path) -> None:
         try:
             os.link(path, folder / name)
         except OSError:
-            # Not every file system has links.
+            # Not every file system has hard links.
             shutil.copyfile(path, folder / name)
 
 
 def offer_files(name: str, files: Mapping[str, Path]) -> peers.Offer:
-    """An offer in every process, or in none."""
+    """Starts an offer of files in every process, or in none if one fails. Returns the offer of this process."""
     offers: list[peers.Offer] = []
     try:
         processes.run_together(name, lambda: offers.append(peers.Offer(processes.process_address(), files)))

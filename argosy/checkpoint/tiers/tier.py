@@ -1,5 +1,5 @@
-"""A tier of a run's checkpoints. A save runs in a thread beside training, one at a time; a failure is reported by the next one or by
-`wait`.
+"""The interface and the common code of the tiers of a run's checkpoints. A save runs in a thread while training goes on, one at a time.
+The next save or `wait` reports a failure.
 """
 
 import json
@@ -23,12 +23,12 @@ class Tier(ABC):
     """Commits, lists, verifies, reads and removes checkpoints. All processes of a run make the same calls.
 
     Args:
-        warn: called with a sentence.
-        noun: the noun for a checkpoint of this tier, with an article.
-        memory: host memory for the copies of a save; tiers share it.
+        warn: called with a sentence about failures and damage.
+        noun: the name of a checkpoint of this tier in messages, with an article.
+        memory: the host memory for the copies of a save, which tiers may share.
     """
 
-    # Whether every process writes each shard that its devices hold, and not only one process each shard.
+    # Whether every process writes each shard that its devices hold. Otherwise only one process writes each shard.
     replicates = False
 
     def __init__(self, warn: Callable[[str], None], noun: str = "a checkpoint", memory: HostMemory | None = None):
@@ -41,46 +41,48 @@ class Tier(ABC):
 
     @abstractmethod
     def steps(self) -> list[int]:
-        """The committed steps, oldest first."""
+        """Returns the committed steps, oldest first."""
 
     @abstractmethod
     def latest_good(self) -> int | None:
-        """The newest step whose files match their manifest, the same in all processes."""
+        """Returns the newest step whose files match their manifest, the same in all processes. None if there is none."""
 
     @abstractmethod
     def path(self, step: int) -> Path:
-        """The folder in which the files of a step can be read."""
+        """Returns the folder from which the files of a step can be read."""
 
     @abstractmethod
     def meta(self, step: int) -> dict[str, Any]:
-        """The metadata saved with a step."""
+        """Returns the metadata saved with a step."""
 
     @abstractmethod
     def prepare(self, step: int, shardings: Mapping[str, Mapping[str, Any]]) -> None:
-        """Brings what this process will read of a step to its path. shardings: {item: {name: sharding}}."""
+        """Fetches the files of a step that this process will read to the folder `path(step)`. `shardings`: the sharding of each array,
+        {item: {name: sharding}}."""
 
     @abstractmethod
     def is_saved(self, step: int) -> bool:
-        """Whether a step is committed already, asked before each save."""
+        """Whether a step is already committed. This is asked before each save."""
 
     @abstractmethod
     def write(self, step: int, items: shards.Items, copies: HostCopies, meta: str) -> None:
-        """Writes and commits a step, in the thread of a save; a failure is put into `_failure`."""
+        """Writes and commits a step, in the thread of a save. Stores an error in `_failure`."""
 
     @abstractmethod
     def retire(self, newest: int) -> None:
-        """Removes steps that are not kept, once a step is committed."""
+        """Removes steps that are not to be kept, after the step `newest` is committed."""
 
     def save(
         self, step: int, weights: Arrays, state: Arrays, meta: Mapping[str, Any], data: Arrays | None = None
     ) -> None:
         """Starts a save and returns when the arrays are copied.
 
-        If the previous save failed, that is reported and this one is still tried: a full disk may have space again.
+        If the previous save failed, the failure is reported and this save is still tried, because a full disk may have space again.
 
         Args:
-            meta: any JSON.
-            data: arrays of the position in the data.
+            weights, state: the arrays of the model, and of the optimizer and the other state, by name.
+            meta: the metadata of the step, a JSON object.
+            data: the arrays of the position in the data.
         """
         self.settle(step)
         if self.is_saved(step):
@@ -94,29 +96,29 @@ class Tier(ABC):
         self._writing.start()
 
     def copied(self, weights: Arrays, state: Arrays) -> Counter[int]:
-        """{bytes of an array: how many} of what this process copies in a save of such a state."""
+        """Returns the sizes of the copies that this process makes in a save: {bytes of a copy: number of copies}."""
         return shards.copied_sizes({WEIGHTS: weights, STATE: state}, self.replicates)
 
     def reserve(self, weights: Arrays, state: Arrays) -> threading.Thread:
-        """Takes memory for the copies of such a state, in a thread, so that the first save need not."""
+        """Allocates memory for the copies of such a state in a thread, so that the first save does not wait for it."""
         return self.memory.reserve(self.copied(weights, state))
 
     def lacks_all(self) -> bool:
-        """Whether the run has no checkpoint at all. A local tier does not know."""
+        """Whether the run is known to have no checkpoint. A local tier cannot know that, and returns False."""
         return False
 
     def retire_or_say(self, newest: int) -> None:
-        """`retire`, after a step that is saved whatever becomes of older ones."""
+        """Calls `retire` and reports its errors as warnings, because the new step is saved even if older ones cannot be removed."""
         try:
             self.retire(newest)
         except Exception as error:
             self.warn(f"older checkpoints could not be removed: {root_of(error)}; after the next save this is tried again")
 
     def settle(self, step: int) -> None:
-        """Waits for the previous save, and reports it if it failed.
+        """Waits for the previous save, and warns if it failed.
 
         Args:
-            step: the step of the next save.
+            step: the step of the next save, for the warning.
         """
         if self._writing is not None and self._writing.is_alive():
             self._rest /= 2
@@ -127,10 +129,10 @@ class Tier(ABC):
             self._failure = None
 
     def join(self) -> None:
-        """Waits until nothing is being written. A failure is raised by `wait`, not here."""
+        """Waits until nothing is being written. Raises nothing: `wait` raises a failure."""
         if self._writing is not None:
             self._pace.hurry()
-            # Where the system had no thread left, it was never started.
+            # The thread was never started if the system had none left.
             if self._writing.ident is not None:
                 self._writing.join()
             self._writing = None
@@ -141,17 +143,20 @@ class Tier(ABC):
         self.memory.free()
 
     def settle_last(self) -> None:
-        """Waits for the previous save, and reports it if it failed; no other follows."""
+        """Waits for the last save, and warns if it failed."""
         self.join()
         if self._failure is not None:
             self.warn(f"{self._noun} could not be written: {root_of(self._failure)}")
             self._failure = None
 
     def wait_for(self, where: str) -> None:
-        """Waits until the save under way is committed.
+        """Waits until the current save is committed.
+
+        Args:
+            where: the place of the checkpoints, for errors.
 
         Raises:
-            ArgosyError: the save failed; earlier checkpoints, if there are any, are intact.
+            ArgosyError: the save failed. Earlier checkpoints, if there are any, are intact.
         """
         self.join()
         if self._failure is not None:

@@ -1,10 +1,10 @@
-"""A run that has two tiers of checkpoints.
+"""Checkpoints of a run in two tiers.
 
     persistent    checkpoints/ of the run directory, a folder or an object store      every `checkpoint.every` steps
     local         a folder on a fast disk of each host                                every `checkpoint.local_every` steps
 
-A run resumes from the newest step that is good in any tier. A step is in one tier: what goes to the persistent one is not written to
-the local one as well. Signals and the end of a run save to the persistent tier, after which the local one is emptied.
+A run resumes from the newest step that is good in any tier. Each step is in one tier: a step that is saved to the persistent tier is
+not also written to the local one. Signals and the end of a run save to the persistent tier, and then the local tier is emptied.
 """
 
 import threading
@@ -19,7 +19,7 @@ from argosy.checkpoint.tiers.tier import Tier
 
 
 class TieredCheckpoints:
-    """Checkpoints in two tiers, with the methods of `Checkpoints`; of the local one only what resuming takes."""
+    """Checkpoints in two tiers, with the methods of `Checkpoints`. Steps of the local tier are used only to resume."""
 
     def __init__(self, persistent: Checkpoints, local: LocalCheckpoints):
         self.persistent, self.local = persistent, local
@@ -29,7 +29,7 @@ class TieredCheckpoints:
         self._resumes: int | None = None
 
     def latest_good(self) -> int | None:
-        """The newest good step of any tier. Persistent ones that are older than the newest local one are not read."""
+        """Returns the newest good step of any tier. Persistent steps that are older than the newest good local one are not read."""
         local_step = self.local.latest_good()
         newer = self.persistent.latest_good(above=local_step)
         self._resumes = local_step if newer is None else None
@@ -40,7 +40,7 @@ class TieredCheckpoints:
         return newer if newer is not None else local_step
 
     def go_back(self) -> int | None:
-        """The newest good persistent step. Local ones after it are removed: a run that goes back makes other steps than they are."""
+        """Returns the newest good persistent step, and removes newer local steps, because a run that goes back takes other steps."""
         good = self.persistent.latest_good()
         if good is not None:
             self.local.drop_newer(good)
@@ -60,11 +60,11 @@ class TieredCheckpoints:
         self._tier(step).prepare(step, shardings)
 
     def reserve(self, weights: Arrays, state: Arrays) -> threading.Thread:
-        """Takes memory for the copies of a save, in a thread. The tiers share it."""
+        """Allocates memory for the copies of a save in a thread. The tiers share it."""
         return self.persistent.memory.reserve(self.persistent.copied(weights, state) | self.local.copied(weights, state))
 
     def settle(self, step: int) -> None:
-        """Waits for the previous saves, and reports those that failed.
+        """Waits for the previous saves, and warns about those that failed.
 
         Args:
             step: the step of the next save.
@@ -81,10 +81,10 @@ class TieredCheckpoints:
         self.persistent.close()
 
     def wait(self) -> None:
-        """Waits for both, and empties the local tier if the persistent one has its newest step or a newer one.
+        """Waits for the saves of both tiers. Empties the local tier if it has no newer step than the persistent one.
 
         Raises:
-            ArgosyError: the persistent save failed. What is local stays, and is resumed from.
+            ArgosyError: the persistent save failed. The local steps stay, so that the run can resume from them.
         """
         self.local.settle_last()
         self.persistent.wait()

@@ -31,8 +31,8 @@ from argosy.weights.quantized import QuantizedWeights
 def with_expected_names(
     reader: TensorReader, prefixes: Sequence[str], old: Mapping[str, str], expected: Collection[str]
 ) -> TensorReader:
-    """Returns a reader of the tensors under the names that the model expects. Stored names may differ by a prefix, because a model that is
-    saved with its head has other prefixes than without, or by an old suffix. Where both names exist, the expected one is used.
+    """Returns a reader of the tensors under the names that the model expects. Stored names may differ by a prefix, because a model that
+    is saved with its head has other prefixes than without, or by an old suffix. Where both names exist, the expected one is used.
 
     Args:
         prefixes: the prefixes that stored names may have too much or lack.

@@ -32,7 +32,7 @@ def hub_files(
 
     Args:
         weights: the weights, by per-layer name.
-        hub: the config.json that the model was loaded with. Its keys that do not describe the architecture (such as token ids) are kept.
+        hub: the config.json that the model was loaded with. Keys that do not describe the architecture (such as token ids) are kept.
         dtype: the type of the tensors, as in `cast_weights`.
         shard_bytes: the most bytes of one safetensors file.
 
@@ -73,7 +73,7 @@ def save_folder(
     dtype: Any = None,
     shard_bytes: float = 5e9,
 ) -> None:
-    """Writes a Hub folder in place, with one slab of one tensor in memory at a time. Other arguments and errors are those of `hub_files`.
+    """Writes a Hub folder in place, with one slab of a tensor in memory at a time. Other arguments and errors are those of `hub_files`.
 
     Args:
         companions: the folder whose small files (tokenizer, configs) are copied.
@@ -105,8 +105,8 @@ def cast_weights(config: LanguageConfig, weights: TensorReader, dtype: Any) -> T
 
 
 def _kept_type(hub: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keys `new` with the original folder's `model_type` and `architectures`, if a model of these names is read to the same
-    settings; otherwise nothing that is not in `new`."""
+    """Returns the config.json keys `new`, with the `model_type` and `architectures` of the original folder if these are read to the
+    same settings."""
     if (
         hub
         and hub.get("architectures")

@@ -256,8 +256,8 @@ def _number(value: Any, name: str, where: str = CONFIG) -> float:
 
 
 def _gain(keys: Mapping[str, Any], module: str, rank: int, experts: int) -> float:
-    """Returns alpha / r, or alpha / sqrt(r) with `use_rslora` (arXiv:2312.03732). `alpha_pattern` may set alpha by module, and is matched
-    as in PEFT."""
+    """Returns alpha / r, or alpha / sqrt(r) with `use_rslora` (arXiv:2312.03732). `alpha_pattern` may set alpha by module. It is
+    matched as in PEFT."""
     alphas = {_alpha(keys, module.replace("{e}", str(e))) for e in range(experts)}
     if len(alphas) > 1:
         raise Unsupported(f"experts of `{module}` with different alphas: not built", hint="merge it with PEFT first")

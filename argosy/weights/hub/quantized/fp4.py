@@ -1,6 +1,6 @@
 """compressed-tensors' `nvfp4-pack-quantized` and `mxfp4-pack-quantized`: four-bit floats, two in a byte.
 
-    NAME.weight_packed          uint8 [outputs, inputs / 2], E2M1 (sign, two bits of exponent, one of mantissa), the first in the low bits
+    NAME.weight_packed          uint8 [outputs, inputs / 2], the first in the low bits: sign, two bits of exponent, one of mantissa
     NAME.weight_scale           NVFP4: fp8 e4m3 [outputs, inputs / 16]. MXFP4: uint8 [outputs, inputs / 32], the exponent plus 127
     NAME.weight_global_scale    NVFP4: float32 [1], by which scales are divided
 
