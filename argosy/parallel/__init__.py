@@ -1,1 +1,1 @@
-"""Where arrays live. Given trees of logical axes, never modules."""
+"""Places arrays on devices, and coordinates the processes of a run. This package works on trees of logical axes, never on modules."""

@@ -1,4 +1,4 @@
-"""Checksums of arrays by device: of the bits that each device holds itself, so that copies of one array can be compared."""
+"""Checksums of the bits that each device holds of an array, so that the copies on several devices can be compared."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,21 +10,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 def checksum(a: jax.Array) -> jax.Array:
-    """The sum of an array's bits as words, modulo 2**32, weighed by place: an exchange of two values is noticed, and every flip of a
-    single bit."""
+    """Returns the sum of an array's words modulo 2**32, each weighted by its position. It changes with every flip of a single bit, and
+    when two values are exchanged."""
     if a.dtype == jnp.bool_:
         a = a.astype(jnp.uint8)
     bits = jax.lax.bitcast_convert_type(a, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[a.dtype.itemsize])
     place = jnp.ones(bits.shape, jnp.uint32)
     for axis in range(bits.ndim):
         place = place * jnp.uint32(bits.shape[axis]) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
-    # An odd factor: no bit of the difference is lost.
+    # The factor is odd, so that no bit of a difference is lost.
     return jnp.sum(bits.astype(jnp.uint32) * (2 * place + 1), dtype=jnp.uint32)
 
 
 def by_device(places: Sequence[NamedSharding], mesh: Mesh) -> Callable[[Sequence[jax.Array]], jax.Array]:
-    """A function of arrays with these shardings: the checksum of each device's own part of each, [devices, arrays], on all devices. The
-    devices are in the order of the mesh."""
+    """Returns a function that maps arrays with these shardings to checksums [devices, arrays], replicated on all devices. An entry is
+    the checksum of the shard of an array that a device holds. Devices are in the order of the mesh."""
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def local(*arrays: jax.Array) -> jax.Array:
@@ -37,7 +37,8 @@ def by_device(places: Sequence[NamedSharding], mesh: Mesh) -> Callable[[Sequence
 
 
 def copies(place: Any, shape: tuple[int, ...], mesh: Mesh) -> list[list[int]]:
-    """The devices, by their number in the mesh, that hold the same part of an array; each part that more than one device holds."""
+    """Returns the groups of devices that hold the same shard of an array, as indices in the mesh. Shards that only one device holds are
+    left out."""
     holders: dict[Any, list[int]] = {}
     parts = place.devices_indices_map(shape)
     for number, device in enumerate(mesh.devices.flat):
@@ -46,10 +47,12 @@ def copies(place: Any, shape: tuple[int, ...], mesh: Mesh) -> list[list[int]]:
 
 
 def odd_ones(sums: np.ndarray, groups: Sequence[Sequence[int]]) -> list[int]:
-    """The devices whose checksum differs from most others with the same part; if there are only two and they differ, both.
+    """Returns the devices whose checksum differs from that of most devices with the same shard. If no checksum is the most frequent one
+    (as with two devices that differ), all devices of the group are returned.
 
     Args:
         sums: the checksum of each device.
+        groups: the result of `copies`.
     """
     odd = []
     for group in groups:

@@ -1,15 +1,15 @@
-"""Options for the compilers of devices, by platform: data, with the reason of each.
+"""The compiler options of each platform, with the reason of each option.
 
-They go with each compilation and not into the environment, so an option that a compiler does not know is an error that names it, where
-a flag of the environment would end the process.
+They are passed with each compilation and not through the environment. An option that a compiler does not know is then an error that
+names it, whereas an unknown flag in the environment would end the process.
 """
 
 from typing import Any
 
 from argosy.core.progress import Say
 
-# Gathers run beside products instead of before them, and over several of their steps. For Llama 2 70B over 64 chips of a v5p
-# (docs/measured.md) no gather is exposed then. MaxText sets the same for v5p and v6e.
+# All-gathers overlap with matrix products, over several steps of them. For Llama 2 70B on 64 chips of a v5p no all-gather is exposed
+# then (docs/measured.md). MaxText sets the same options for v5p and v6e.
 ASYNC_COLLECTIVES = {
     "xla_enable_async_all_gather": "true",
     "xla_tpu_enable_async_collective_fusion": "true",
@@ -21,7 +21,8 @@ OPTIONS: dict[str, dict[str, str]] = {"tpu": ASYNC_COLLECTIVES}
 
 
 def compile_lowered(lowered: Any, options: dict[str, str], say: Say = lambda _: None) -> Any:
-    """Compiles a lowered program with options; without them, and saying so, where the compiler does not know one."""
+    """Compiles a lowered program with options. If the compiler does not know one of them, compiles without options and calls `say` with
+    a message."""
     if not options:
         return lowered.compile()
     try:

@@ -1,8 +1,9 @@
-"""Weights gathered once for all parts of a batch.
+"""Gathers weights once for all micro-batches of a step.
 
-FSDP gathers each layer's weights before it uses them, and so again for every part of a batch that is computed in parts. Gathered once,
-they stay whole on every device through all parts (over the axes that split rows; other axes go on splitting them), which costs their
-memory and saves all gathers but the first. Gradients are summed over devices part by part either way, so each device keeps its share.
+FSDP gathers the weights of each layer before it uses them, and so again for every micro-batch. If they are gathered once instead, they
+stay whole on every device through all micro-batches, which costs their memory and saves all gathers but the first. They are whole over
+the mesh axes that split rows; other axes still split them. Gradients are reduced over devices after each micro-batch either way, so
+each device keeps only its shard of them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,26 +20,26 @@ from argosy.parallel.scope import gathered_over
 
 @dataclass(frozen=True)
 class GatherOnce:
-    """Gathers weights once for all parts of a batch.
+    """Gathers weights once for all micro-batches of a step.
 
-    places: how weights lie in the state, by address.
+    places: the sharding of each weight in the state, by parameter name.
     """
 
     places: Mapping[str, NamedSharding]
 
     def whole(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
-        """The weights, gathered."""
+        """Gathers weights, {parameter name: array}."""
         return {a: jax.lax.with_sharding_constraint(leaf, self.place(a)) for a, leaf in leaves.items()}
 
     @contextmanager
     def in_scope(self) -> Iterator[None]:
-        """Programs traced inside take weights as gathered: no lookup and no exchange of rows splits them again."""
+        """Traces programs inside for gathered weights, so that neither a lookup nor an exchange of rows splits them again."""
         meshes: list[Any] = [place.mesh for place in self.places.values()]
         with gathered_over(frozenset().union(*map(_rows, meshes))):
             yield
 
     def shares(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
-        """Their gradients, split as the weights are in the state."""
+        """Splits the gradients of the weights as the weights are split in the state."""
         return {a: jax.lax.with_sharding_constraint(leaf, self.places[a]) for a, leaf in leaves.items()}
 
     @property

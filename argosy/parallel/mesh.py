@@ -1,16 +1,16 @@
 """The devices as a grid with named axes.
 
-data      each part has all weights and its own rows of the batch
-fsdp      each part has its own rows, and its share of weights, gradients and optimizer state; weights are gathered layer by
-          layer as they are used (arXiv:1910.02054)
-tensor    each part has its share of the heads, the feed-forward features and the vocabulary (arXiv:1909.08053)
-context   each part has its share of every sequence; keys and values go round (arXiv:2310.01889)
-expert    each part has its own rows, and its share of the experts of every layer; rows are sent to the devices of their experts
+data      each device has all weights and its own rows of the batch
+fsdp      each device has its own rows, and its shard of weights, gradients and optimizer state; weights are gathered layer by
+          layer when they are used (arXiv:1910.02054)
+tensor    each device has its share of the heads, the feed-forward features and the vocabulary (arXiv:1909.08053)
+context   each device has its share of every sequence; keys and values are passed around a ring (arXiv:2310.01889)
+expert    each device has its own rows, and its share of the experts of every layer; tokens are sent to the devices of their experts
           and back (arXiv:2006.16668)
-stage     each part has its share of the layers; microbatches of the same rows go from part to part (arXiv:1811.06965)
+stage     each device has its share of the layers; micro-batches of the same rows go from stage to stage (arXiv:1811.06965)
 
-Groups of devices may be joined by a slower network: TPU slices, or hosts. Along each axis there are so many parts within a group,
-times so many between groups, which are the outer ones.
+Groups of devices (TPU slices, or hosts) may be joined by a slower network. The size of an axis is its size within a group times its
+size between groups. The groups are the outer part of each axis.
 """
 
 import math
@@ -29,9 +29,9 @@ from argosy.parallel.rules import DEFAULT, Rules, add_rules
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-# The last axes communicate most, so they get neighboring devices.
+# The order of the axes. The last axes communicate most, so they get neighboring devices.
 ORDER = ("stage", "data", "fsdp", "context", "expert", "tensor")
-# Not shown where they are 1.
+# Axes that messages leave out where their size is 1.
 SPECIAL = ("context", "expert", "stage")
 
 
@@ -216,11 +216,12 @@ class MeshSettings(Settings):
 
 
 def device_groups(devices: Sequence[Any], between: BetweenSettings) -> tuple[list[list[Any]], bool]:
-    """The groups that a slower network joins, and whether they are slices, as jax calls them: of TPUs, and every host of GPUs. Where
-    sizes between groups are set, slices if there are several, else processes; where none is, only those of TPUs.
+    """Returns the groups of devices that a slower network joins, and whether they are slices. jax calls TPU slices so, and every host
+    of GPUs. If sizes between groups are set, the groups are slices if there are several, else processes. Otherwise only TPU slices are
+    groups.
 
     Raises:
-        BadInput: they are of different sizes.
+        BadInput: the groups have different sizes.
     """
     slices, processes = ({getattr(d, name, 0) or 0 for d in devices} for name in ("slice_index", "process_index"))
     is_set = any(getattr(between, name) not in (None, 1) for name in ORDER)
@@ -236,8 +237,13 @@ def device_groups(devices: Sequence[Any], between: BetweenSettings) -> tuple[lis
 
 
 def _arranged(groups: Sequence[Sequence[Any]], inside: tuple[int, ...], between: tuple[int, ...]) -> Any:
-    """The grid: groups are the outer parts of each axis. Neighbors of a TPU's physical torus are neighbors along the last axes,
-    unless processes would then read some of the same rows and others not; then devices are in jax's order."""
+    """Arranges devices as a grid, in which groups are the outer part of each axis. Neighbors on the physical torus of TPUs are
+    neighbors along the last axes. If processes would then share some of their rows and not others, devices are in jax's order instead.
+
+    Args:
+        groups: the devices of each group.
+        inside, between: the size of each axis within a group and between groups.
+    """
     import numpy as np
     from jax.experimental import mesh_utils
 
@@ -252,16 +258,21 @@ def _arranged(groups: Sequence[Sequence[Any]], inside: tuple[int, ...], between:
 
 
 def rows_divide(grid: Any) -> bool:
-    """Whether each process of a grid of devices reads one share of the rows of a batch (`parallel.row_shares`)."""
+    """Whether each process of a grid of devices reads exactly one share of the rows of a batch (`parallel.row_shares`)."""
     rows = [axis for axis in DEFAULT.activations["batch"] if axis != "stage"]
     return row_positions(grid, ORDER, rows).divide
 
 
 def _filled(sizes: dict[str, int], count: int, name: str, counted: str) -> dict[str, int]:
-    """The sizes with what is left in place of -1. counted: the count with its noun.
+    """Returns the sizes with the remaining factor in place of -1.
+
+    Args:
+        count: the product that the sizes must have.
+        name: the name of the sizes, for errors.
+        counted: the count with its noun, such as "8 devices", for errors.
 
     Raises:
-        BadInput: they do not multiply to `count`.
+        BadInput: the sizes do not multiply to `count`.
     """
     sizes, fixed = dict(sizes), math.prod(size for size in sizes.values() if size != -1)
     open_axes = [axis for axis, size in sizes.items() if size == -1]

@@ -1,4 +1,4 @@
-"""Places arrays on devices as the rules say: weights, their optimizer state, batches."""
+"""Places weights, optimizer state and batches on devices by the sharding rules."""
 
 import math
 from collections.abc import Mapping
@@ -14,11 +14,17 @@ from argosy.parallel.rules import DEFAULT, Rules
 
 
 def like_weights(tree: Any, weights: Mapping[str, NamedSharding], shapes: Mapping[str, Any], mesh: Mesh) -> Any:
-    """A sharding for every leaf of `tree` that has a weight's address: along each axis that is as long as the weight's, that of the
-    weight. Everything else is replicated.
+    """Returns a sharding for every leaf of a tree, such as an optimizer state. A leaf under the name of a weight is split like the
+    weight along each axis that has the weight's size. Everything else is replicated.
 
-    Optimizer states mirror the weights under names of their own (mu, nu); only the address is compared. Factors of a weight have 1 for
-    the axes that they lack, and may have more axes after the weight's.
+    Optimizer states hold the names of weights under names of their own (mu, nu). Only the name of the weight is compared. Factors of a
+    weight have size 1 for the axes that they lack, and may have further axes after those of the weight.
+
+    Args:
+        tree: the tree of arrays or shapes.
+        weights: the sharding of each weight, by parameter name.
+        shapes: the shape of each weight, by parameter name.
+        mesh: the mesh.
     """
     everywhere = NamedSharding(mesh, PartitionSpec())
 
@@ -39,31 +45,35 @@ def like_weights(tree: Any, weights: Mapping[str, NamedSharding], shapes: Mappin
 
 
 def batch_sharding(mesh: Mesh, rules: Rules = DEFAULT) -> NamedSharding:
-    """The sharding of a batch's rows over the mesh axes that split rows. The caller makes sure that their number is divisible."""
+    """Returns the sharding of a batch whose rows are split over the mesh axes that split rows. The number of rows must be divisible by
+    `row_shares`."""
     return NamedSharding(mesh, PartitionSpec(row_axes(mesh, rules)))
 
 
 def row_axes(mesh: Mesh, rules: Rules = DEFAULT) -> tuple[str, ...]:
-    """The mesh axes that split the rows of a batch. Stages of a pipeline all begin with the same rows."""
+    """Returns the mesh axes that split the rows of a batch. `stage` is not among them, because all stages begin with the same rows."""
     return tuple(axis for axis in rules.activations["batch"] if axis in mesh.shape and axis != "stage")
 
 
 def row_shares(mesh: Mesh, rules: Rules = DEFAULT) -> int:
-    """The number of shares that the rows of a batch are split into."""
+    """Returns the number of shares that the rows of a batch are split into."""
     return math.prod(mesh.shape[axis] for axis in row_axes(mesh, rules))
 
 
 def process_rows(mesh: Mesh, rules: Rules = DEFAULT) -> RowPositions:
-    """The rows that each process reads, as positions along the axes that split rows."""
+    """Returns the rows that each process reads, as positions along the axes that split rows."""
     return row_positions(mesh.devices, mesh.axis_names, row_axes(mesh, rules))
 
 
 def rows_here(mesh: Mesh, rows: int, rules: Rules = DEFAULT) -> tuple[int, int]:
-    """The share of a batch's rows that this process reads from its data: (index, number of equal shares). It is (0, 1) with one
-    process, or if process boundaries only cross other axes, such as `tensor`.
+    """Returns the share of a batch's rows that this process reads from its data, as (index, number of equal shares). It is (0, 1) with
+    one process, or if process boundaries only cross other axes, such as `tensor`.
+
+    Args:
+        rows: the number of rows of the batch.
 
     Raises:
-        Unsupported: processes read some of the same rows, and others not; or the rows are not as many for each.
+        Unsupported: two processes share some of their rows and not others, or the shares are not equally large.
     """
     positions = process_rows(mesh, rules)
     shares = positions.shares
@@ -74,11 +84,12 @@ def rows_here(mesh: Mesh, rows: int, rules: Rules = DEFAULT) -> tuple[int, int]:
 
 
 def on_devices(array: Any, place: Any, copy: bool = False) -> Any:
-    """An array of the host, which all processes have, on the devices of a sharding. `jax.device_put` would send it to every process to
-    compare.
+    """Puts an array of the host, which all processes have, on the devices of a sharding. Unlike `jax.device_put`, this does not send
+    the array to every process for a comparison.
 
     Args:
-        copy: whether what a device gets is copied. Otherwise a CPU may read the memory of the host's array as long as the result lives.
+        place: the sharding or device. None stands for the default device.
+        copy: whether the data are copied. Otherwise a CPU device may use the memory of the host's array as long as the result exists.
     """
     if place is None or place.is_fully_addressable:
         return jax.device_put(np.array(array) if copy else array, place)
@@ -87,8 +98,8 @@ def on_devices(array: Any, place: Any, copy: bool = False) -> Any:
 
 
 def place_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """Puts this process's rows into global arrays. Its devices take them in the order of their positions, so that the global batch has
-    the rows of all processes in an order that follows from the mesh (`parallel.row_shares`)."""
+    """Makes the global arrays of a batch from the rows of each process. The devices of a process take its rows in the order of their
+    positions, so the mesh determines the order of rows in the global batch (`parallel.row_shares`)."""
     sharding = batch_sharding(mesh)
     if sharding.is_fully_addressable:
         return {name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()}

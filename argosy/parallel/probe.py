@@ -1,7 +1,7 @@
-"""Times each local device by itself, with a program that has no collectives: products of matrices, compiled once.
+"""Times each local device with a program of matrix products without collectives, between two steps, when devices are otherwise idle.
 
-Between two steps, when the devices have nothing else to do. How long it takes says how fast a device is at that moment (its clock, its
-temperature, who else uses it), which the time of a step does not: that is the same on all devices.
+The result says how fast a device is at that moment, which depends on its clock, its temperature and other programs that use it. The
+time of a step does not say that, because it is the same on all devices.
 """
 
 import time
@@ -15,21 +15,21 @@ import numpy as np
 
 from argosy.parallel import processes
 
-# What one timing should take, and how often it is made at a time: the shortest counts, since another program may have been in the way.
+# The least seconds of one timing, and the number of timings per call. The shortest counts, because another program may have disturbed
+# the others.
 LEAST_S = 0.002
 TIMES = 3
-# Side of the matrices, and their type: a few megabytes.
+# The size of the square matrices on each platform: a few megabytes.
 SIDE = {"cpu": 256}
 OTHER_SIDE = 2048
 
 
 class Probe:
-    """Times devices.
+    """Times devices. All processes must create their probe at the same time, because the leader decides how many products take
+    `LEAST_S`.
 
     Args:
         devices: devices of this process, all of one kind.
-
-    All processes create one at the same time: the first decides how many products take `LEAST_S`.
     """
 
     def __init__(self, devices: Sequence[Any]):
@@ -50,7 +50,7 @@ class Probe:
         self.took_s = time.perf_counter() - start
 
     def __call__(self) -> list[float]:
-        """Seconds of each device, all at once. Nothing else should be under way on them."""
+        """Returns the seconds that the program takes on each device. All devices run at once, and should not run anything else."""
         if self._pool is None:
             return [self._timed(self._matrices[0])]
         return list(self._pool.map(self._timed, self._matrices))
@@ -69,5 +69,5 @@ class Probe:
 
 
 def _products(matrix: Any, count: Any) -> Any:
-    """The matrix times itself, again and again; clipped, so that no value grows."""
+    """Multiplies with the matrix `count` times. Values are clipped, so that they do not grow."""
     return jax.lax.fori_loop(0, count, lambda _, x: jnp.clip(x @ matrix, -1, 1), matrix)

@@ -1,11 +1,11 @@
-"""The processes of a run, each with its own devices, and what they agree on.
+"""Communication between the processes of a run, each of which has its own devices.
 
-Usually there is one, and everything here returns at once. Several run the same program on the same settings; what only one of them
-can know (a file, a signal, a failure) is told through the coordination service of `jax.distributed`. Its calls use no device, so
-threads may make them while a step runs. All processes make the same calls in the same order. Rank 0 leads: it alone writes the
-files of a run.
+Usually there is one process, and everything here returns at once. Several processes run the same program with the same settings. What
+only one of them can know (a file, a signal, a failure) they exchange through the coordination service of `jax.distributed`. Its calls
+use no device, so threads may make them while a step runs. All processes make the same calls in the same order. Rank 0 is the leader:
+only it writes the files of a run.
 
-A process that died is noticed by that service: within its heartbeat time-out it ends the others (`launch.cluster.HEARTBEAT_S`).
+If a process dies, the service notices that within its heartbeat time-out and ends the others (`launch.cluster.HEARTBEAT_S`).
 """
 
 import json
@@ -22,22 +22,22 @@ from argosy.core.errors import ArgosyError, BadInput, FailedElsewhere, UserError
 
 T = TypeVar("T")
 
-# How long one call to the service waits before it is made again, and how often a key is looked for that may never come.
+# The time-out of one call to the service, which is then repeated, and the interval at which an optional key is looked for.
 WAIT_MS = 60_000
 LOOK_S = 0.25
 
 _calls: Counter[str] = Counter()
-# By name: the last call of the leader whose value is removed.
+# The number of the leader's last call of each name whose value was removed.
 _dropped: Counter[str] = Counter()
 _failed_together = threading.Event()
-# Number of later calls of the same name after which a value is removed: every process has read it by then.
+# A value is removed this many calls of the same name later. Every process has read it by then.
 READ_BY_ALL = 2
-# The part of a key under which each process says up to which call it has read.
+# The part of the key under which each process stores the number of the last call that it has read.
 READ = "read"
 
 
 def process_count() -> int:
-    # jax's own count would start its devices, whose errors are said elsewhere.
+    # jax's own count would start the devices, whose errors are reported elsewhere.
     return jax.process_count() if jax.distributed.is_initialized() else 1
 
 
@@ -51,21 +51,25 @@ def leads() -> bool:
 
 
 def fail_together() -> None:
-    """All processes know that one failed, and this one ends now."""
+    """Records that all processes know of the failure of one of them, and that this process ends now."""
     _failed_together.set()
 
 
 def failed_together() -> bool:
-    """Whether all processes know that one failed, and end. Then they end as after a success, each waiting until the others end too:
-    what is left at once is taken for dead, and its peers are aborted."""
+    """Whether all processes know of the failure of one of them, and end. They then end as after a success, and wait for each other: if
+    one left at once, the service would take it for dead and abort the others."""
     return _failed_together.is_set()
 
 
 def broadcast(name: str, make: Callable[[], T]) -> T:
-    """A value that the leader makes, in every process. make: called in the leader; returns JSON.
+    """Returns, in every process, a value that the leader makes.
+
+    Args:
+        name: the name of the call, the same in all processes.
+        make: makes the value, which must be JSON. Called only in the leader.
 
     Raises:
-        FailedElsewhere: in the others, if it fails in the leader.
+        FailedElsewhere: `make` failed in the leader. Raised in the other processes; the leader raises the error itself.
     """
     if process_count() == 1:
         return make()
@@ -89,10 +93,11 @@ def broadcast(name: str, make: Callable[[], T]) -> T:
 
 
 def run_together(name: str, work: Callable[[], T]) -> T:
-    """Does work in every process, and fails in all if it fails in one: that one raises its error, of several the lowest rank.
+    """Does work in every process and returns its result. If it fails in one process, it fails in all. The process that failed raises
+    its error; if several failed, the one of the lowest rank does.
 
     Raises:
-        FailedElsewhere: it failed in another process.
+        FailedElsewhere: the work failed in another process.
     """
     if process_count() == 1:
         return work()
@@ -115,7 +120,7 @@ def run_together(name: str, work: Callable[[], T]) -> T:
 
 
 def leader_first(name: str, work: Callable[[], T]) -> T:
-    """Like `run_together`, but the leader finishes before the others begin, so that they find its results in a cache."""
+    """Does work as `run_together` does, but the leader finishes before the others begin, so that they find its results in a cache."""
     if process_count() == 1:
         return work()
     results: list[T] = []
@@ -124,7 +129,7 @@ def leader_first(name: str, work: Callable[[], T]) -> T:
 
 
 def all_gather(name: str, value: Any) -> list[Any]:
-    """The value of each process by rank, in every process. Values are JSON."""
+    """Returns, in every process, the values of all processes by rank. Values must be JSON."""
     if process_count() == 1:
         return [value]
     key = _next(name)
@@ -134,10 +139,15 @@ def all_gather(name: str, value: Any) -> list[Any]:
 
 
 def check_same_facts(facts: dict[str, str], hints: dict[str, str]) -> None:
-    """Checks that all processes give the same facts, such as the version and the settings.
+    """Checks that all processes have the same facts, such as the version and the settings.
+
+    Args:
+        facts: the facts of this process, by name.
+        hints: the hint for the user if a fact differs, by name.
 
     Raises:
-        BadInput: they do not; in the process of the lowest rank that differs from rank 0. FailedElsewhere: in all others.
+        BadInput: the facts of this process differ from those of rank 0, and it has the lowest such rank.
+        FailedElsewhere: the facts of another process differ.
     """
     every = all_gather("alike", facts)
     differ = [(other, name) for other, their_facts in enumerate(every) for name in facts if their_facts.get(name) != every[0].get(name)]
@@ -151,8 +161,8 @@ def check_same_facts(facts: dict[str, str], hints: dict[str, str]) -> None:
 
 
 def process_address() -> str:
-    """The address at which the other processes reach this one: the host by which they find the leader, or the local address of the
-    route to it.
+    """Returns the address at which the other processes reach this one. For the leader that is the host name by which they found it, for
+    others the local address of the route to the leader.
     """
     if process_count() == 1:
         return "127.0.0.1"
@@ -161,7 +171,7 @@ def process_address() -> str:
     host = str(distributed.global_state.coordinator_address).rpartition(":")[0].strip("[]")
     if leads():
         return host
-    # No packet is sent: the system only looks up the way.
+    # No packet is sent. The system only looks up the route.
     (family, kind, _, _, target), *_ = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)
     with socket.socket(family, kind) as probe:
         probe.connect(target)
@@ -169,15 +179,16 @@ def process_address() -> str:
 
 
 class Stopping:
-    """Stops all processes after the same step, once one of them was asked to.
+    """Stops all processes after the same step, once one of them was asked to stop.
 
-    Each process calls it once per step. The process that was asked announces it; each then reports the step that it may have begun, and
-    all stop after the latest of these. No process waits for another before one was asked.
+    Each process calls this object once per step; the result says whether to stop. The process that was asked announces that. Each
+    process then reports the step that it may have begun, and all stop after the latest of these. As long as none was asked, no process
+    waits for another.
 
     Args:
         asked: () -> whether this process was asked to stop.
-        code: () -> its exit code then.
-        follow: called in the other processes with that code.
+        code: () -> the exit code of this process if it was asked.
+        follow: called in the other processes with that exit code.
     """
 
     def __init__(self, asked: Callable[[], bool], code: Callable[[], int], follow: Callable[[int], None]):
@@ -208,25 +219,25 @@ class Stopping:
                 continue
             self.follow(int(exit_code))
             with self._lock:
-                # The next call counts as this one, whether its step is under way or not.
+                # The next call counts as this one, whether its step has begun or not.
                 _set(f"{self._key}/at/{rank()}", str(self.calls + 1))
                 self.named = True
             return
 
 
 class Board:
-    """The last message of each process, for the leader, and the last message of the leader, for all. No process waits for another, so a
-    thread may use it, whether the others still live or not."""
+    """Exchanges the latest message of each process. The leader reads the messages of all processes, and all read the message of the
+    leader. No process waits for another, so a thread may use it even after other processes ended."""
 
     def __init__(self, name: str):
         self._key = _next(name)
 
     def say(self, value: Any) -> None:
-        """Sets the message of this process, as JSON; it replaces the earlier one."""
+        """Sets the message of this process, which must be JSON. It replaces the earlier one."""
         _set(f"{self._key}/{rank()}", json.dumps(value))
 
     def all(self) -> dict[int, Any]:
-        """The messages by rank, of those processes that have set one."""
+        """Returns the messages of all processes that have set one, by rank."""
         try:
             entries = _client().key_value_dir_get(f"{self._key}/")
         except jax.errors.JaxRuntimeError:
@@ -234,7 +245,7 @@ class Board:
         return {int(key.rpartition("/")[2]): json.loads(value) for key, value in entries}
 
     def leaders(self) -> Any:
-        """The leader's message; None if it has not set one yet."""
+        """Returns the message of the leader; None if it has not set one yet."""
         message = _look_for(f"{self._key}/0")
         return None if message is None else json.loads(message)
 
@@ -252,7 +263,7 @@ def _client() -> Any:
 
 
 def _next(name: str) -> str:
-    """A key that no earlier call used. Every process makes the same calls, so it is the same in all."""
+    """Returns a key that no earlier call used. It is the same in all processes, because they make the same calls."""
     _calls[name] += 1
     return f"argosy/{name}/{_calls[name]}"
 
@@ -264,14 +275,14 @@ def _ends() -> None:
 
 
 def _drop(name: str) -> None:
-    """Removes what this process gave in an earlier call: all have read it, because they answered the next one."""
+    """Removes the value of this process in an earlier call. All processes have read it, because they answered the call after it."""
     if (earlier := _calls[name] - READ_BY_ALL) > 0:
         _client().key_value_delete(f"argosy/{name}/{earlier}/{rank()}")
 
 
 def _drop_read(name: str) -> None:
-    """Removes what the leader said in earlier calls that all others have read. They answer none of these calls, so each says how far it
-    is, under one key that it overwrites."""
+    """Removes the leader's values of earlier calls that all others have read. The others do not answer these calls. Instead each stores
+    the number of the last call that it has read, under one key that it overwrites."""
     calls_read = {key.rpartition("/")[2]: int(value) for key, value in _client().key_value_dir_get(f"argosy/{name}/{READ}/")}
     done = min(calls_read.values()) if len(calls_read) == process_count() - 1 else 0
     for call in range(_dropped[name] + 1, done + 1):
@@ -285,7 +296,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
 
 
 def _set(key: str, value: str) -> None:
-    # Two processes may be asked to stop at once; the first value stands as well as the second.
+    # Two processes may be asked to stop at once. Either value is right.
     _client().key_value_set(key, value, allow_overwrite=True)
 
 

@@ -1,10 +1,10 @@
-"""Which rows of a batch each process reads. Knows devices only as the corners of a grid.
+"""Computes which rows of a batch each process reads. This module knows devices only as points of a grid.
 
-The axes of a mesh that split rows cut a batch into positions. A process reads those of its devices, which need not follow each other:
-on a torus, neighbors of the mesh are neighbors of the chips, and a host is a block of them. What matters is that two processes read
-the same positions or none in common. A process then reads one share of the rows from its data, in order, and its devices take them in
-the order of their positions. So the rows of a batch stand in another order than without processes, which no loss depends on beyond
-rounding.
+The mesh axes that split rows cut a batch into positions. A process reads the positions of its devices. They need not be contiguous,
+because on a torus a host is a block of neighboring chips, and neighboring chips are neighbors in the mesh. But two processes must read
+either the same positions or none in common. Then each process reads one share of the rows from its data, in order, and its devices take
+the rows in the order of their positions. So the rows of a batch have another order than with a single process. Losses depend on the
+order only by rounding.
 """
 
 import math
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 class RowPositions(NamedTuple):
     """The positions that processes read.
 
-    of: by process, in ascending order.
-    total: number of positions.
+    of: the positions of each process, in ascending order.
+    total: the number of positions of a batch.
     """
 
     of: dict[int, tuple[int, ...]]
@@ -24,23 +24,23 @@ class RowPositions(NamedTuple):
 
     @property
     def shares(self) -> list[tuple[int, ...]]:
-        """The distinct shares, in the order of their first positions."""
+        """The distinct sets of positions that processes read, in the order of their first positions."""
         return sorted(set(self.of.values()))
 
     @property
     def divide(self) -> bool:
-        """Whether they cut the batch into equal shares."""
+        """Whether the shares are equally large and cover each position of the batch once."""
         shares = self.shares
         return len({len(positions) for positions in shares}) == 1 and sum(len(positions) for positions in shares) == self.total
 
 
 def row_positions(grid: Any, names: Sequence[str], rows: Sequence[str]) -> RowPositions:
-    """The positions of each process of a mesh.
+    """Computes the positions that each process of a mesh reads.
 
     Args:
-        grid: of devices.
-        names: of its axes.
-        rows: the axes that split rows, the slowest first.
+        grid: the array of devices.
+        names: the names of the axes of the grid.
+        rows: the names of the axes that split rows, the slowest-varying first.
     """
     import numpy as np
 

@@ -1,9 +1,9 @@
 """Rules that map logical axes to mesh axes, as data.
 
-The rules for weights are tried in order: a rule applies if the weight has its logical axis, its mesh axis is not used for this weight
-yet, and the size is divisible. So a short table shards every family, and another sharding is another table. An axis of an activation is
-split over the mesh axes of its logical axis: the longest prefix of them whose product divides its size. Mesh axes that do not exist are
-ignored.
+The rules for weights are tried in order. A rule applies if the weight has its logical axis, its mesh axis is not used for this weight
+yet, and the size is divisible. So a short table shards every model family, and another sharding is another table. For activations, the
+table lists the mesh axes of each logical axis. An axis is split over the longest prefix of this list whose product divides its size.
+Mesh axes that do not exist are ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from argosy.core.dims import LEGEND
 from argosy.core.errors import BadInput
 
-# Settings hold rules, and are read without jax.
+# Settings contain rules, and are read without jax.
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -23,15 +23,20 @@ if TYPE_CHECKING:
 class Rules:
     """Sharding rules.
 
-    weights: (logical axis, mesh axis), tried in order.
-    activations: the mesh axes of each logical axis.
+    weights: the rules for weights, (logical axis, mesh axis), in the order in which they are tried.
+    activations: the mesh axes that split each logical axis of activations.
     """
 
     weights: tuple[tuple[str, str], ...]
     activations: Mapping[str, tuple[str, ...]]
 
     def weight(self, axes: Sequence[str], shape: Sequence[int], sizes: Mapping[str, int]) -> "PartitionSpec":
-        """The partition of a weight with these logical axes over mesh axes of these sizes."""
+        """Returns the partition of a weight.
+
+        Args:
+            axes, shape: the logical axes and the shape of the weight.
+            sizes: the sizes of the mesh axes.
+        """
         from jax.sharding import PartitionSpec
 
         out: list[str | None] = [None] * len(axes)
@@ -44,7 +49,12 @@ class Rules:
         return PartitionSpec(*out)
 
     def activation(self, letters: str, shape: Sequence[Any], sizes: Mapping[str, int]) -> "PartitionSpec":
-        """The partition of an activation with these letters ("B T D") over mesh axes of these sizes."""
+        """Returns the partition of an activation.
+
+        Args:
+            letters, shape: the letters of the axes ("B T D") and the shape of the activation.
+            sizes: the sizes of the mesh axes.
+        """
         from jax.sharding import PartitionSpec
 
         out: list[tuple[str, ...] | None] = []
@@ -64,8 +74,8 @@ class Rules:
 # Rows are split over `data`, `fsdp` and `expert`. Experts are split over `expert`, and rows are sent to them (GShard,
 # arXiv:2006.16668). Weights, gradients and optimizer state are split over `fsdp` and gathered where they are used (FSDP, ZeRO-3,
 # arXiv:1910.02054). Heads, features and vocabulary are split over `tensor` (Megatron, arXiv:1909.08053). Stacked layers are split
-# over `stage`, where each part runs its own (`models.parts.stack.pipeline`); before and after them, rows are split over it too, so that
-# no stage repeats the work of another on embeddings and logits.
+# over `stage`, where each stage runs its own layers (`models.parts.stack.pipeline`). Before and after the layers, rows are split over
+# `stage` too, so that no stage repeats the work of another on embeddings and logits.
 DEFAULT = Rules(
     weights=(
         ("layers", "stage"),
@@ -98,13 +108,17 @@ DEFAULT = Rules(
 )
 
 
-# Their splits are not a matter of choice: each part computes its own layers and experts.
+# Logical axes whose split cannot be chosen, because each device computes its own layers and experts.
 FIXED = ("layers", "experts")
 
 
 def add_rules(rules: Rules, custom: Sequence[str], mesh_axes: Sequence[str]) -> Rules:
-    """The rules with a user's own rules for weights before them, each as "LOGICAL:MESH". Built-in rules do not apply to a logical axis
-    that is named there; "LOGICAL:none" leaves it unsharded.
+    """Puts a user's own rules for weights before the built-in ones, which no longer apply to the logical axes that the user names.
+
+    Args:
+        rules: the built-in rules.
+        custom: the user's rules, each "LOGICAL:MESH". "LOGICAL:none" leaves the axis unsharded.
+        mesh_axes: the names of the mesh axes.
 
     Raises:
         BadInput: a rule is malformed, or names an axis that does not exist or whose sharding is fixed.
@@ -131,7 +145,12 @@ def add_rules(rules: Rules, custom: Sequence[str], mesh_axes: Sequence[str]) -> 
 def shardings(
     axes: Mapping[str, Sequence[str]], shapes: Mapping[str, Sequence[int]], rules: Rules, mesh: "Mesh | AbstractMesh"
 ) -> "dict[str, NamedSharding]":
-    """The sharding of every weight, by address."""
+    """Returns the sharding of every weight, by parameter name.
+
+    Args:
+        axes: the logical axes of each weight.
+        shapes: the shape of each weight.
+    """
     from jax.sharding import NamedSharding
 
     sizes = dict(mesh.shape)

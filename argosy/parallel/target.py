@@ -1,10 +1,10 @@
-"""The devices that a run is built for: this machine's, or others that are not here.
+"""The devices that a run is built for. They may be those of this machine, or absent ones.
 
     Target.here()                      the devices of this process
-    Target.described("v5p-128")        devices that are not here, as numbers: shapes and shardings can be computed
-    Target.described(...).compiled()   the same, with the devices of a compiler for them
+    Target.described("v5p-128")        absent devices of which only the numbers are known: shapes and shardings can be computed
+    Target.described(...).compiled()   absent devices that an installed compiler describes: programs can be compiled
 
-Nothing is stored on devices that are not here.
+No arrays are stored on absent devices.
 """
 
 import os
@@ -34,13 +34,13 @@ class Target:
 
     name: "this", or a name such as "v5p-128".
     platform: cpu, gpu or tpu.
-    kind: the vendor's name of a device.
-    count: number of devices.
-    processes: number of processes, which is one a host for devices that are not here.
-    memory_bytes: memory of a device, or of the machine where devices share it; None if unknown.
-    host_memory_bytes: memory of a host; None if unknown.
-    devices: jax's devices; () if they are known by numbers only.
-    hardware: the hardware that the name stands for; None for this machine.
+    kind: the vendor's name of the devices.
+    count: the number of devices.
+    processes: the number of processes. Absent devices have one process per host.
+    memory_bytes: the memory of a device, or of the machine if its devices share that. None if unknown.
+    host_memory_bytes: the memory of a host, None if unknown.
+    devices: the jax devices, () if only numbers are known.
+    hardware: the hardware that the name stands for, None for this machine.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Target:
 
     @classmethod
     def here(cls, devices: Sequence[Any] | None = None) -> "Target":
-        """The devices of this process, or some of them.
+        """Returns the target of this process's devices, or of some of them.
 
         Raises:
             BadInput: the requested platform does not exist on this machine.
@@ -68,7 +68,7 @@ class Target:
 
     @classmethod
     def described(cls, name: str) -> "Target":
-        """The devices of a name: `this`, `v5p-128`, `h100-8`.
+        """Returns the target that a name such as `this`, `v5p-128` or `h100-8` stands for.
 
         Raises:
             BadInput: there is no such kind or number of devices.
@@ -94,7 +94,7 @@ class Target:
         return None if self.hardware is None else self.hardware.chip
 
     def mesh(self, settings: "MeshSettings") -> Any:
-        """The mesh over these devices; an abstract one, which places nothing, if they are known by numbers only.
+        """Builds the mesh over these devices. It is abstract, and holds no arrays, if only their numbers are known.
 
         Raises:
             BadInput: the sizes do not multiply to the number of devices.
@@ -107,7 +107,7 @@ class Target:
         return AbstractMesh(sizes, ORDER, axis_types=(AxisType.Auto,) * len(ORDER), abstract_device=device)
 
     def missing_compiler(self) -> str | None:
-        """The package that brings the compiler for these devices, if it is not installed."""
+        """Returns the package that contains the compiler for these devices, if it has to be installed; else None."""
         chip = self.chip
         if self.devices or chip is None:
             return None
@@ -118,10 +118,11 @@ class Target:
             return chip.library
 
     def compiled(self) -> "Target":
-        """The same target with the devices of its compiler, for which programs are compiled without any of them.
+        """Returns the same target with the devices that its compiler describes. Programs can be compiled for them although they are
+        absent.
 
         Raises:
-            Unsupported: the compiler is missing, or describes no such devices.
+            Unsupported: the compiler is not installed, or cannot describe these devices.
         """
         if self.devices or self.hardware is None:
             return self
@@ -137,7 +138,7 @@ class Target:
         chip, shape = self.hardware.chip, self.hardware.shape
         options: dict[str, Any] = {}
         if chip.axes == 3 and all(self.hardware.wraps):
-            # Without these, XLA sees no torus, and gathers become sums of padded arrays.
+            # Without these, XLA sees no torus, and all-gathers become all-reduces of padded arrays.
             options = {"wrap": self.hardware.wraps, "chips_per_host_bounds": (2, 2, 1)}
         elif self.hardware.hosts == 1 and self.hardware.chips != chip.host_chips:
             options = {"chips_per_host_bounds": (*shape, 1)[:3] if chip.axes == 2 else shape}
@@ -152,7 +153,7 @@ class Target:
 
 
 def backend() -> str:
-    """The platform that jax computes on.
+    """Returns the platform that jax computes on.
 
     Raises:
         BadInput: the requested platform does not exist on this machine.

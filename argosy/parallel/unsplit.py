@@ -1,4 +1,4 @@
-"""The weights that a mesh does not split, although it splits weights: their axes do not divide by its sizes."""
+"""Finds the weights that a mesh with sharded weights leaves whole, because their axes are not divisible by its sizes."""
 
 import math
 from collections.abc import Mapping
@@ -10,19 +10,19 @@ from jax.sharding import Mesh, NamedSharding
 from argosy.core.counts import plural
 from argosy.observe.readable import format_bytes
 
-# Of all weights, by bytes: less is not said.
+# Whole weights are reported only if they are more than this share of all weights, by bytes.
 TOLERANCE = 0.02
 # Mesh axes that split weights.
 SPLITTING = ("fsdp", "tensor", "expert", "stage")
-# Weights that are named.
+# The number of weights that a message names.
 NAMED = 3
 
 
 def unsplit_weights(mesh: Mesh, weights: Mapping[str, Any]) -> str:
-    """The weights that every device has whole, although the mesh splits weights; "" where they are few.
+    """Returns a sentence about the weights that every device has whole although the mesh splits weights; "" if they are few.
 
     Args:
-        weights: arrays, or their shapes with shardings, by address.
+        weights: the arrays, or their shapes with shardings, by parameter name.
     """
     if all(mesh.shape.get(axis, 1) == 1 for axis in SPLITTING):
         return ""

@@ -53,7 +53,7 @@ class HostMemory:
     def _reserve(self, sizes: Counter[int]) -> None:
         whole = sum(size * count for size, count in sizes.items())
         for size in (n for n in sizes.elements() if n >= LEAST):
-            # Other processes of the machine take theirs meanwhile.
+            # Checked for each array, because other processes of the machine reserve memory at the same time.
             if not self._reserving or not _has_room(size + whole):
                 return
             try:
