@@ -1,1 +1,1 @@
-"""What a run reports: numbers, text, pictures, and where its time went."""
+"""Reports on runs: metrics, logs, the terminal, the HTML report, trackers, profiles, and the time that a run spent by cause."""

@@ -1,9 +1,9 @@
-"""A file of lines that outlives a full disk, and an object store that is away: lines that cannot be written wait in memory, and come in
-their order once it can be.
+"""Appends lines to a file. While the disk is full or the object store cannot be reached, lines wait in memory, and are written in order
+afterwards.
 
-A run writes a few hundred bytes a step beside its checkpoints. A disk that is full for an hour, or a directory that became read-only,
-costs no run that would go on training; what waits is lost only if the process ends before. On an object store, `Store` itself keeps the
-lines that wait, since it writes the whole file every few seconds; `flush` writes it now.
+A run writes a few hundred bytes per step beside its checkpoints. A disk that is full for an hour, or a directory that became read-only,
+does not end a run that could go on training. Waiting lines are lost only if the process ends before they can be written. For an object
+store, `Store` itself keeps the waiting lines, because it writes the whole file every few seconds. `flush` writes them at once.
 """
 
 import threading
@@ -19,6 +19,7 @@ class Backlog:
     """Appends lines to a file.
 
     Args:
+        store, file: the store, and the name of the file in it.
         say: called with a sentence when lines begin to wait, and when they are written.
     """
 
@@ -38,7 +39,7 @@ class Backlog:
             self._try(waiting)
 
     def flush(self) -> None:
-        """Writes what waits, if that is possible."""
+        """Writes the waiting lines, if that is possible."""
         if not self.store.is_local:
             self._elsewhere(lambda: self.store.flush(self.file))
             return
@@ -46,7 +47,8 @@ class Backlog:
             self._try(len(self._left))
 
     def _try(self, waiting: int) -> None:
-        """Writes what waits. waiting: lines that did before; then it was said, and not with each line."""
+        """Tries to write the waiting lines. `waiting`: the number of lines that waited before; if there were any, `say` was called
+        already and is not called again."""
         try:
             self._put()
         except ArgosyError as error:
@@ -70,7 +72,7 @@ class Backlog:
                 self.say(f"{self.file} can be written again")
 
     def close(self) -> None:
-        """Writes what waits, or says how much of it is lost."""
+        """Writes the waiting lines, or says how many are lost."""
         if not self.store.is_local:
             self.flush()
             if line_count := self.store.buffered(self.file):

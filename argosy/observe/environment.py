@@ -1,7 +1,7 @@
-"""Describes where this process runs: versions, processor, memory, relevant environment variables. Changes nothing.
+"""Describes the environment of this process: versions, processor, memory, relevant environment variables. Changes nothing.
 
-It never reports a host name, a user or an address. Limits of a container count as the machine's: a process that may use 2 of 64
-cores has 2. jax is asked for its devices in a separate process, because a broken driver hangs or aborts.
+Host names, users and addresses are never reported. Limits of a container count as limits of the machine: a process that may use 2 of
+64 cores has 2. jax is asked for its devices in a separate process, because a broken driver may hang or abort.
 """
 
 import json
@@ -40,7 +40,7 @@ print("\\n" + json.dumps({"backend": jax.default_backend(), "devices": found}))
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that affect results; plug-ins only if they are installed."""
+    """Returns the versions of Python and of the packages that affect results. Plug-ins are listed only if they are installed."""
     installed = {"python": platform.python_version()}
     for name in (*PACKAGES, *PLUGINS):
         try:
@@ -52,7 +52,7 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """System, processor, vector width in bits, cores available to this process, memory in bytes."""
+    """Returns the system, the processor, its vector width in bits, the cores available to this process, and the memory in bytes."""
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
     total, free = memory_bytes()
     return {
@@ -67,7 +67,7 @@ def machine() -> dict[str, Any]:
 
 
 def processor_name() -> str:
-    """The processor's name, as the system reports it."""
+    """Returns the name of the processor, as the system reports it."""
     for line in _read("/proc/cpuinfo").splitlines():
         if line.startswith(("model name", "Model")):
             return line.partition(":")[2].strip()
@@ -75,7 +75,7 @@ def processor_name() -> str:
 
 
 def vector_bits() -> int | None:
-    """The widest vectors of the processor in bits; None if unknown."""
+    """Returns the width of the processor's widest vectors in bits; None if unknown."""
     flags = set(_read("/proc/cpuinfo").split())
     for name, bits in (("avx512f", 512), ("avx2", 256), ("avx", 256), ("sse2", 128), ("asimd", 128)):
         if name in flags:
@@ -84,7 +84,7 @@ def vector_bits() -> int | None:
 
 
 def memory_bytes() -> tuple[int | None, int | None]:
-    """Total and free memory, of the control group if it has less."""
+    """Returns total and free memory in bytes, None where unknown. They are those of the control group if its limit is lower."""
     fields = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
     total, free = (int(fields[k].split()[0]) * 1024 if k in fields else None for k in ("MemTotal", "MemAvailable"))
     limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
@@ -95,17 +95,21 @@ def memory_bytes() -> tuple[int | None, int | None]:
 
 
 def _droppable() -> int:
-    """Bytes of files in memory that count as used by the control group, and that the system drops where it needs room."""
+    """Returns the bytes of cached files that count as memory of the control group, which the system drops when it needs memory."""
     fields = dict(line.split() for line in _read("/sys/fs/cgroup/memory.stat").splitlines())
     return int(fields.get("inactive_file", 0))
 
 
 def check_fits(needed: int, subject: str) -> None:
-    """Checks that this many bytes fit into this machine's total memory, because the system kills a process that takes too much,
-    without a message. Memory in use is not subtracted: most of it may be cached files, which the system drops.
+    """Checks that this many bytes fit into the total memory of this machine, because the system kills a process that takes too much
+    without a message. Memory in use is not subtracted, because most of it may be cached files, which the system drops.
+
+    Args:
+        needed: the number of bytes.
+        subject: what needs them, for the error.
 
     Raises:
-        BadInput: they do not fit.
+        BadInput: the bytes do not fit.
     """
     total = memory_bytes()[0]
     if total is not None and needed > total:
@@ -114,15 +118,16 @@ def check_fits(needed: int, subject: str) -> None:
 
 
 def environment_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment variables that change what is computed, how fast, or where."""
+    """Returns the environment variables that affect results, speed or the choice of devices."""
     return {k: v for k, v in sorted(environment.items()) if k in NAMES or k.startswith(PREFIXES)}
 
 
 def device_facts(timeout_s: float = DEVICES_WITHIN_S) -> dict[str, Any]:
-    """{"backend", "devices": [{kind, platform, memory_bytes}]}, or {"error": why jax has no devices}."""
+    """Asks jax for its devices in a separate process. Returns {"backend", "devices": [{kind, platform, memory_bytes, ...}]}, or
+    {"error": the reason why jax has no devices}."""
     pipe = subprocess.PIPE
     child = subprocess.Popen([sys.executable, "-c", ASK], stdout=pipe, stderr=pipe, text=True)
-    # Ctrl-C reaches the child too, which may discard it while it imports jax.
+    # Ctrl-C reaches the child too, but the child may ignore it while it imports jax.
     with child, before_leaving(child.kill):
         try:
             answer, errors = child.communicate(timeout=timeout_s)
@@ -139,7 +144,7 @@ def device_facts(timeout_s: float = DEVICES_WITHIN_S) -> dict[str, Any]:
 
 
 def gpu_names() -> list[str]:
-    """Names of the GPUs that nvidia-smi lists."""
+    """Returns the names of the GPUs that nvidia-smi lists; empty without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]

@@ -1,4 +1,4 @@
-"""The bad steps of a run, as its metrics tell them: which were skipped, and from which it went back."""
+"""Finds the bad steps of a run in its metrics: skipped steps and rollbacks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,15 +7,15 @@ from argosy.core.counts import plural
 
 
 def bad_steps(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The bad steps in the order in which they came, each once: `step`, `action` (skip, rollback), `what`, `batch`; of a rollback also
-    `restored`, `first` and `last`.
+    """Returns the bad steps in their order, each once. An entry has `step`, `action` (skip, rollback), `what` and `batch`; that of a
+    rollback also has `restored` (the restored step), `first` and `last` (the batches that were left out).
 
-    A step that was made again, after a kill or a rollback, counts as it was made last.
+    If a step was repeated after a kill or a rollback, only its last execution counts.
     """
     faults: list[Mapping[str, Any]] = []
     for line in lines:
         if "header" in line:
-            # The run began, or was resumed, at this step: those after it are made again. A rollback stays what it was.
+            # The run began or resumed at this step, so later steps are repeated. Rollbacks stay listed.
             faults = [fault for fault in faults if fault["step"] <= line["step"] or fault["action"] == "rollback"]
         bad = line.get("bad")
         if not isinstance(bad, Mapping):
@@ -23,7 +23,7 @@ def bad_steps(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         fault = {"step": line["step"], **bad}
         if fault["action"] == "rollback":
             faults = [old for old in faults if old["step"] <= fault["restored"] or old["action"] == "rollback"]
-        # A kill before a rollback was recorded makes it twice.
+        # If the process was killed before a rollback was recorded, the rollback is listed twice.
         identity = fault["step"], fault["action"], fault["batch"]
         faults = [old for old in faults if (old["step"], old["action"], old["batch"]) != identity]
         faults.append(fault)
@@ -31,7 +31,7 @@ def bad_steps(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def faults_text(bad: Sequence[Mapping[str, Any]]) -> str:
-    """ "2 steps were skipped; 1 rollback left out 7 batches"."""
+    """Returns a sentence about bad steps, such as "2 steps were skipped; 1 rollback left out 7 batches"."""
     skips = [fault for fault in bad if fault["action"] == "skip"]
     rolled = [fault for fault in bad if fault["action"] == "rollback"]
     left_out = {number for fault in rolled for number in range(fault["first"], fault["last"] + 1)}
@@ -42,7 +42,7 @@ def faults_text(bad: Sequence[Mapping[str, Any]]) -> str:
 
 
 def row(fault: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    """step, batch, what was found, what followed"""
+    """Returns a bad step as the cells of a table: step, batch, what was found, what was done."""
     then = "skipped"
     if fault["action"] == "rollback":
         then = f"back to step {fault['restored']:,}, without the batches {fault['first']:,} to {fault['last']:,}"

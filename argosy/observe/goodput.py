@@ -1,6 +1,7 @@
-"""Measures where wall time goes, by cause: compile, step, data, rollouts, checkpoint, evaluation, samples, and the rest.
+"""Measures the wall time that a run spends by cause: compile, step, data, rollouts, checkpoint, evaluation, samples, and other.
 
-Causes nest: time inside an inner one does not count for the outer one. `observe.life` adds this up over the starts of a run.
+Causes may be nested. The time of an inner cause does not count for the outer one. `observe.life` sums the times over all starts of a
+run.
 """
 
 import time
@@ -11,9 +12,10 @@ from dataclasses import dataclass
 
 @dataclass
 class _Running:
-    """A cause that is not over.
+    """A cause that has begun and not ended.
 
-    inner: seconds of the causes inside it that are over.
+    start: the time at which it began.
+    inner: the seconds of finished causes inside it.
     """
 
     cause: str
@@ -28,7 +30,7 @@ class Clock:
     with clock("data"): batch = next(batches)
     clock.seconds       {"data": 0.01}
 
-    tell: called with each cause that begins or goes on.
+    tell: called with each cause that begins or continues.
     """
 
     def __init__(self) -> None:
@@ -57,7 +59,7 @@ class Clock:
         return time.perf_counter() - self.started
 
     def shares(self) -> dict[str, float]:
-        """Seconds by cause, of causes that are not over too; time outside all causes is `other`."""
+        """Returns the seconds by cause up to now, including causes that have not ended. Time outside all causes is `other`."""
         now, seconds = time.perf_counter(), dict(self.seconds)
         within = 0.0
         for span in reversed(self._running):

@@ -1,9 +1,9 @@
-"""What accelerators can do, by name: the numbers that plans and rooflines divide by. No jax here.
+"""The peak FLOPs, bandwidths and sizes of accelerators, by name, for plans and rooflines. This module does not import jax.
 
-Peaks are the vendor's, dense, in bfloat16. Memory is what a program may use, where the compiler says it. Interconnects are per
-direction and link, so that a ring along an axis of a torus moves twice that. Sources: Google Cloud's pages of each TPU version and
-"How to Scale Your Model" (jax-ml.github.io/scaling-book, table of TPU specs) for TPUs; NVIDIA's data sheets of the H100 and H200 for
-GPUs; libtpu's error message for memory (`exceeds available HBM (15.75G)`) and its cycles for clocks.
+Peaks are the vendor's numbers for dense bfloat16. Memory is the amount that a program may use, where the compiler states it. Bandwidths
+of interconnects are per direction and link, so a ring along an axis of a torus has twice as much. Sources: Google Cloud's pages of
+each TPU version and "How to Scale Your Model" (jax-ml.github.io/scaling-book, table of TPU specs) for TPUs; NVIDIA's data sheets of
+the H100 and H200 for GPUs; libtpu's error message for memory (`exceeds available HBM (15.75G)`) and its cycles for clocks.
 """
 
 import math
@@ -22,22 +22,22 @@ class Chip:
     """One kind of accelerator.
 
     platform: tpu or gpu.
-    kind: the name that jax gives a device.
-    flops_per_s: peak of a device in bfloat16.
-    memory_bytes: memory of a device.
-    memory_bytes_per_s: bandwidth of that memory.
-    link_bytes_per_s: bandwidth of one link to a neighbor, in one direction.
-    axes: axes of the torus that joins chips; 0: every device reaches every other of its host at the same speed.
-    host_chips: chips of a host.
-    per_name: what a name counts for each chip: `v5p-128` has 64 chips of two cores.
-    devices_per_chip: devices that jax shows for a chip.
-    network_bytes_per_s: bandwidth of a device to other hosts or slices, in one direction.
-    clock_hz: cycles a second, where the compiler states cycles.
-    library: the package that brings the compiler.
-    topology: the name under which the compiler knows the chip.
-    largest: most chips of a slice.
-    product_share: share of the peak that a product of 8192 cubed reaches: by libtpu's cycles, 0.90 on v5p, 0.88 on v5e and 0.70 on
-        v6e; 790 of 989 TFLOP/s on Hopper, measured.
+    kind: jax's name for the devices.
+    flops_per_s: the peak of a device in bfloat16.
+    memory_bytes: the memory of a device.
+    memory_bytes_per_s: the bandwidth of that memory.
+    link_bytes_per_s: the bandwidth of one link to a neighbor, in one direction.
+    axes: the number of axes of the torus that joins chips. With 0, all devices of a host reach each other at the same speed.
+    host_chips: the number of chips of a host.
+    per_name: the number in a hardware name per chip. It is 2 where names count cores: `v5p-128` has 64 chips.
+    devices_per_chip: the number of jax devices per chip.
+    network_bytes_per_s: the bandwidth of a device to other hosts or slices, in one direction.
+    clock_hz: the clock frequency, where the compiler states cycles; else 0.
+    library: the package that contains the compiler.
+    topology: the compiler's name for the chip.
+    largest: the most chips of a slice.
+    product_share: the share of the peak that a matrix product of size 8192 in all axes reaches. By libtpu's cycles it is 0.90 on v5p,
+        0.88 on v5e and 0.70 on v6e. On Hopper, 790 of 989 TFLOP/s were measured.
     """
 
     platform: str
@@ -79,8 +79,9 @@ NAMED = re.compile(r"([a-z]\w*?)-(\d+)$")
 class Hardware:
     """A number of chips of one kind.
 
-    name: as users write it, such as "v5p-128".
-    shape: chips along each axis of the torus; a single number for GPUs.
+    name: the name that users write, such as "v5p-128".
+    chip: the kind of chip.
+    shape: the number of chips along each axis of the torus; one number for GPUs.
     """
 
     name: str
@@ -103,21 +104,22 @@ class Hardware:
 
     @property
     def wraps(self) -> tuple[bool, ...]:
-        """Whether each axis of the torus is closed: in 3-D those that are multiples of 4 in cubes of 4, in 2-D those of 16."""
+        """Whether each axis of the torus is closed to a ring. A 3-D torus is closed if all its axes are multiples of 4, an axis of a
+        2-D torus if it has at least 16 chips."""
         if self.chip.axes == 3:
             return tuple(all(n % 4 == 0 for n in self.shape) for _ in self.shape)
         return tuple(n >= 16 for n in self.shape)
 
 
-# Slices of v5e and v6e with up to so many chips are on one host; larger ones have hosts of 4 (cloud.google.com/tpu/docs/v5e, v6e).
+# Slices of v5e and v6e with up to this many chips are on one host. Larger ones have hosts of 4 (cloud.google.com/tpu/docs/v5e, v6e).
 ON_ONE_HOST = 8
 
 
 def hardware(name: str) -> Hardware:
-    """The devices that a name such as `v5p-128` or `h100-8` stands for.
+    """Returns the hardware that a name such as `v5p-128` or `h100-8` stands for.
 
     Raises:
-        BadInput: there is no such kind or no such number of them.
+        BadInput: there is no such kind of chip, or no slice with this number of chips.
     """
     match = NAMED.match(name.strip().lower())
     kind = OTHER_NAMES.get(match[1], match[1]) if match else ""
@@ -143,9 +145,9 @@ def hardware(name: str) -> Hardware:
 
 
 def _torus(chips: int, axes: int) -> tuple[int, ...] | None:
-    """The shape of a slice with so many chips, as even as it can be; None if there is none.
+    """Returns the shape of a slice with this many chips whose axes are as equal as possible; None if there is no such slice.
 
-    In 3-D each axis is 1 or 2, or all are multiples of 4 except in small slices; in 2-D the longer axis comes last.
+    In small 3-D slices each axis is 1 or 2; in other 3-D slices all axes are multiples of 4. In 2-D the longer axis comes last.
     """
     if axes == 2:
         fits = [(a, chips // a) for a in (1, 2, 4, 8, 16) if chips % a == 0 and a <= chips // a <= 16]

@@ -1,18 +1,18 @@
-"""Where the wall time of a run went over all its starts, kills and the time between them.
+"""Records how a run spends its wall time, over all its starts and the time between them.
 
-    life/0.jsonl, life/1.jsonl, ...     one file for each process of the run; what one start writes replaces nothing of another
+    life/0.jsonl, life/1.jsonl, ...     a file for each process of the run, to which each start appends lines
 
-A start writes a line when it has restored, when it has compiled, with each checkpoint, every few seconds while it trains, and when it
-ends. Each line holds all seconds of the start up to then, so the last complete one counts, and a torn one costs a few seconds:
+A start writes a line after it restored the state, after compiling, with each checkpoint, every few seconds while it trains, and at its
+end. Each line holds all seconds of the start so far, so only the last complete line counts. An incomplete line costs a few seconds:
 
     {"start": "9f3c...", "began": 1763900000.0, "elapsed": 61.5, "from": 0, "step": 120, "seconds": {"step": 40.0, ...}}
 
-`account` adds them up. Beside the causes of `Clock` there are
+`account` adds up the starts. Beside the causes of `Clock` there are two more:
 
-    lost    what came after the checkpoint that a later start resumed from, or that a rollback went back to: those steps were made again
-    down    from the last sign of life of a start to the next start
+    lost    the time of steps that were repeated, because a later start resumed from an earlier checkpoint or a rollback went back to it
+    down    the time from the last line of a start to the next start
 
-and together they are the time from the first start to the last sign of life. No part of a start is counted twice.
+All causes together are the time from the first start to the last line. No part of a start is counted twice.
 """
 
 import json
@@ -31,17 +31,17 @@ from argosy.observe.goodput import Clock
 from argosy.observe.metrics import read
 
 FOLDER = "life"
-# A line at most this often, beside those of checkpoints.
+# The least seconds between two lines, apart from those of checkpoints.
 EVERY_S = 5.0
 LOST, DOWN, WAITING = "lost", "down", "waiting"
-# Causes in which a run does what it was started for.
+# The causes that count as useful for the goodput.
 USEFUL = ("step", "rollouts")
-# When this process began, where it was started for one run.
+# The time at which this process began, if it was started for a single run.
 _began: list[float] = []
 
 
 def counts_from_process_start() -> None:
-    """The next run of this process counts from the start of the process: imports and joining the others are part of it."""
+    """Lets the time of the next run count from the start of this process, so that it includes imports and joining other processes."""
     with suppress(OSError, ValueError, IndexError):
         with open("/proc/self/stat") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])
@@ -50,18 +50,18 @@ def counts_from_process_start() -> None:
 
 
 class RunLife:
-    """Writes the life of one start of a run.
+    """Writes the lines of one start of a run.
 
     Args:
         store: the run directory.
         clock: the clock of this start.
-        process: index of this process.
+        process: the rank of this process.
     """
 
     def __init__(self, store: Store, clock: Clock, process: int = 0):
         self.store, self.clock, self.file = store, clock, f"{FOLDER}/{process}.jsonl"
         now = time.time()
-        # Of the clock, which began before this object did.
+        # The start of the clock, which began before this object was created.
         start = now - clock.elapsed
         self.began = min(_began.pop(), start) if _began else start
         self.before = start - self.began
@@ -70,31 +70,36 @@ class RunLife:
         self._written = 0.0
 
     def begins(self, step: int, gang: str | None = None) -> None:
-        """The state is there. step: updates made so far. gang: one name for this start in all processes that make it together."""
+        """Records that the state is restored or initialized.
+
+        Args:
+            step: the number of updates made so far.
+            gang: a name of this start that all processes of the start share.
+        """
         self.about["from"] = self.step = step
         if gang is not None:
             self.about["gang"] = gang
         self.sign()
 
     def steps(self) -> None:
-        """Called once for each update that was begun."""
+        """Counts an update. Called when each update begins."""
         assert self.step is not None
         self.step += 1
         if time.monotonic() - self._written > EVERY_S:
             self.sign()
 
     def saved(self, step: int) -> None:
-        """A checkpoint of this step is being written: a later start may resume from it."""
+        """Records that a checkpoint of this step is being written, from which a later start may resume."""
         self.step = step
         self.sign()
 
     def went_back(self, step: int) -> None:
-        """The run was rolled back to the checkpoint of this step: the steps since then are lost."""
+        """Records a rollback to the checkpoint of this step. The steps since then are lost."""
         self.sign()
         self.saved(step)
 
     def sign(self, **more: Any) -> None:
-        """Writes all seconds up to now. A disk that is full costs the line, not the run."""
+        """Writes a line with all seconds up to now. If the disk is full, the line is lost and the run goes on. `more`: further keys."""
         seconds = self.clock.shares()
         seconds["start"] = seconds.get("start", 0.0) + self.before
         line = self.about | {"elapsed": sum(seconds.values()), "step": self.step, "seconds": seconds} | more
@@ -112,10 +117,11 @@ class RunLife:
 class Account:
     """The time of a run by cause.
 
-    wall: seconds from the first start to the last sign of life; the sum of all causes.
-    starts: number of starts.
-    lost_steps: number of updates that were repeated.
-    by_process: seconds of each process, for a run of several.
+    starts: the number of starts.
+    wall: the seconds from the first start to the last line, which is the sum of all causes.
+    seconds: the seconds of each cause.
+    lost_steps: the number of updates that were repeated.
+    by_process: the seconds by cause of each process, for a run of several processes.
     """
 
     starts: int
@@ -130,7 +136,7 @@ class Account:
         return sum(self.seconds.get(cause, 0.0) for cause in USEFUL) / self.wall if self.wall else 0.0
 
     def words(self) -> str:
-        """One line: the goodput, and the causes of the rest, the largest first."""
+        """Returns the goodput and the other causes in one line, the largest first."""
         rest = {cause: s for cause, s in self.seconds.items() if cause not in USEFUL and s >= 0.005 * self.wall}
         shares = [f"{cause} {s / self.wall:.1%}" for cause, s in sorted(rest.items(), key=lambda item: -item[1])] if self.wall else []
         again = f"; {plural(self.lost_steps, 'step')} made again" if self.lost_steps else ""
@@ -141,10 +147,11 @@ class Account:
 
 
 def account(store: Store) -> Account | None:
-    """The life of the run in a directory, by its first process; None if nothing is written.
+    """Adds up the time of the run in a directory, as its first process recorded it. None if nothing is recorded.
 
-    A step takes as long in all of several processes. One that waited for another in it shows a longer `step`, and the other a
-    longer cause of its own: what exceeds the shortest `step` of those that made a start together is `waiting` in `by_process`.
+    All processes finish a step at the same time. A process that waited for another one inside the step has a longer `step`, and the
+    other has a longer cause of its own. So in `by_process`, the time of a process beyond the shortest `step` of its start is
+    `waiting`.
     """
     every = {int(name.partition(".")[0]): _read(store, name) for name in store.list(FOLDER) if name.partition(".")[0].isdecimal()}
     first = every.get(0) or []
@@ -156,13 +163,13 @@ def account(store: Store) -> Account | None:
     by_process = {process: dict(_add_up(starts).seconds) for process, starts in sorted(every.items()) if starts}
     for process, waited in _waiting_seconds(every).items():
         by_process[process] |= {WAITING: waited, "step": by_process[process]["step"] - waited}
-    # What the first process waited in steps is no work of its own.
+    # The time that the first process waited in steps is not its own work.
     return Account(whole.starts, whole.wall, by_process[0], whole.lost_steps, by_process)
 
 
 def _waiting_seconds(every: Mapping[int, Sequence[Sequence[Mapping[str, Any]]]]) -> dict[int, float]:
-    """Seconds that each process waited for others in steps. Processes may come and go between starts: only those of a start are
-    compared, and a start that tells no gang is left out."""
+    """Returns the seconds that each process waited for others in steps. Only processes of the same start are compared, because the
+    number of processes may change between starts. Starts without the key `gang` are left out."""
     gangs: dict[str, dict[int, float]] = {}
     for process, starts in every.items():
         for lines, (seconds, _) in zip(starts, _start_accounts(starts), strict=True):
@@ -177,8 +184,8 @@ def _waiting_seconds(every: Mapping[int, Sequence[Sequence[Mapping[str, Any]]]])
 
 
 def _read(store: Store, name: str) -> list[list[dict[str, Any]]]:
-    """The lines of each start, in the order of the file, which is that of the starts whatever their clocks say. Lines that a kill tore
-    are left out."""
+    """Reads the lines of each start. Starts are in the order of the file, which does not depend on clocks. Lines that a killed process
+    left incomplete are skipped."""
     starts: dict[str, list[dict[str, Any]]] = {}
     for line in read(store, f"{FOLDER}/{name}"):
         if isinstance(line, dict) and {"start", "began", "elapsed", "seconds"} <= set(line):
@@ -191,7 +198,7 @@ def _add_up(starts: Sequence[Sequence[Mapping[str, Any]]]) -> Account:
     down, again, until = 0.0, 0, None
     for lines, (seconds, steps) in zip(starts, _start_accounts(starts), strict=True):
         last = lines[-1]
-        # Where the clock was set back between two starts, nobody knows how long the run was down: no time is counted.
+        # If the clock was set back between two starts, the time between them is unknown and not counted.
         down += max(0.0, last["began"] - until) if until is not None else 0.0
         until = last["began"] + last["elapsed"]
         again += steps
@@ -203,20 +210,20 @@ def _add_up(starts: Sequence[Sequence[Mapping[str, Any]]]) -> Account:
 
 
 def _start_accounts(starts: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[dict[str, float], int]]:
-    """Seconds by cause of each start, and the steps that it had to repeat."""
+    """Returns, for each start, its seconds by cause and the number of its steps that were repeated later."""
     begun = [[min(line["from"], line["step"]) for line in _begun(lines)] for lines in starts]
-    # The earliest step that a later start resumed from, or went back to.
+    # The steps of a start after the earliest step that a later start resumed from or went back to are lost.
     return [_start_seconds(lines, min((s for steps in begun[i + 1 :] for s in steps), default=None)) for i, lines in enumerate(starts)]
 
 
 def _begun(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Before it begins with a step, a start has nothing to lose."""
+    """Returns the lines of a start from its first step on. Earlier time cannot be lost."""
     return [line for line in lines if line.get("from") is not None and line.get("step") is not None]
 
 
 def _start_seconds(lines: Sequence[Mapping[str, Any]], until: int | None) -> tuple[dict[str, float], int]:
-    """Seconds of one start by cause, and the steps of it that were made again. until: the earliest step that a later start resumed
-    from."""
+    """Returns the seconds of one start by cause, and the number of its steps that were repeated. `until`: the earliest step that a
+    later start resumed from, None if there is none."""
     last, begun = lines[-1], _begun(lines)
     if not begun:
         return dict(last["seconds"]), 0
@@ -230,8 +237,8 @@ def _start_seconds(lines: Sequence[Mapping[str, Any]], until: int | None) -> tup
 
 
 def _with_rollbacks(begun: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, float]], int]:
-    """Seconds by cause of each line of a start, and the steps that it made again itself. Where the step falls, the start went back to a
-    checkpoint: what it did since then is lost, except compiling and restoring."""
+    """Returns the seconds by cause at each line of a start, and the number of steps that the start itself repeated. Where the step
+    decreases, the start rolled back to a checkpoint, and its time since that checkpoint is lost, except compiling and restoring."""
     by_line: list[dict[str, float]] = []
     lost: dict[str, float] = {}
     again = 0

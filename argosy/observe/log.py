@@ -1,4 +1,4 @@
-"""A run's log.txt: the command, the versions, every logged step, every message, and how the run ended, each line with its
+"""Writes a run's log.txt: the command, the versions, every logged step, every message, and how the run ended. Each line begins with its
 time."""
 
 import time
@@ -10,9 +10,9 @@ from argosy.observe.terminal.picture import TOKEN, evaluation_text, header_lines
 
 
 class Logged:
-    """A view that passes everything on to another view and also writes it to the log.
+    """A view of a run that passes all events to another view and also writes them to the log.
 
-    If the other view raises OSError (nobody reads its pipe), it is dropped, the log says so, and the run continues.
+    If the other view raises OSError (the reader of its pipe ended), it gets no more events, the log says so, and the run continues.
     """
 
     def __init__(self, view: Any, write: Callable[[str], None]):
@@ -42,7 +42,7 @@ class Logged:
         self._show("sample", step, prompt, text)
 
     def end(self, text: str) -> None:
-        """Logs how the run ended; only the log has this line."""
+        """Logs how the run ended. The other view does not get this line."""
         self._write(text)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Memory of this process: current and peak."""
+"""Measures the memory of this process: current and peak."""
 
 import resource
 import sys
@@ -6,8 +6,8 @@ from pathlib import Path
 
 
 def peak_bytes() -> int:
-    """The largest resident set of this process so far. On Linux from /proc, because getrusage reports at least the size of the
-    parent process."""
+    """Returns the peak resident set of this process in bytes. On Linux it is read from /proc, because getrusage reports at least the
+    size of the parent process."""
     peak = _status("VmHWM")
     if peak is not None:
         return peak
@@ -16,7 +16,7 @@ def peak_bytes() -> int:
 
 
 def resident_bytes() -> int:
-    """The current resident set of this process; its peak if the system does not report the current one."""
+    """Returns the current resident set of this process in bytes; the peak if the system does not report the current one."""
     resident = _status("VmRSS")
     return peak_bytes() if resident is None else resident
 

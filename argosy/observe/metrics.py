@@ -1,7 +1,7 @@
-"""A run's numbers: one JSON object per line, append-only. The terminal, the report and trackers are all made from these lines.
+"""Writes and reads the metrics of a run: one JSON object per line, append-only. The terminal, the report and trackers use these lines.
 
-Floats are written so that they read back bit for bit. A kill may tear the last line; opening the file drops it. Steps after the
-last checkpoint are then written again with the same values: readers take the last line of each step.
+Floats are written so that they read back bit for bit. If the process is killed, the last line may be incomplete, and opening the file
+removes it. Steps after the last checkpoint are then written again with the same values, so readers take the last line of each step.
 """
 
 import json
@@ -13,31 +13,31 @@ from argosy.core.storage import Store
 from argosy.observe.backlog import Backlog
 
 FILE = "metrics.jsonl"
-# Answers of the rollouts of a run that learns from rewards.
+# The completions of the rollouts of a run that learns from rewards.
 ANSWERS = "answers.jsonl"
 
 
 def conversation_text(line: Mapping[str, Any]) -> str:
-    """The completion in a line of answers.jsonl: its text, or its turns with their speakers and advantages."""
+    """Returns the completion in a line of answers.jsonl: its text, or its turns with their speakers and advantages."""
     turns = line.get("turns")
     return line["completion"] if not turns else "\n".join(f"{speaker(turn)}: {turn_text(turn)}" for turn in turns)
 
 
 def speaker(message: Mapping[str, Any]) -> str:
-    """The speaker of a message, and its advantage if it has its own."""
+    """Returns the speaker of a message, with the advantage of the message if it has one of its own."""
     return f"{message['role']} ({message['advantage']:+.2f})" if "advantage" in message else str(message["role"])
 
 
 def turn_text(message: Mapping[str, Any]) -> str:
-    """The text of a message, and the tools that it calls."""
+    """Returns the text of a message and its tool calls."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     words = [str(message.get("content") or ""), *(f"{call['name']}({json.dumps(call['arguments'])})" for call in calls)]
     return " ".join(word.strip() for word in words if word.strip())
 
 
 class Metrics:
-    """The metrics file of a run directory, or another file of such lines, for appending. Lines that cannot be written are kept for
-    later, and `say` is called.
+    """Appends lines to the metrics file of a run directory, or to another file of JSON lines. Lines that cannot be written wait in
+    memory, and `say` is called with a sentence about that.
     """
 
     def __init__(self, store: Store, file: str = FILE, say: Callable[[str], None] = lambda _: None):
@@ -51,36 +51,36 @@ class Metrics:
         self._lines.append(json.dumps({k: _plain(v) for k, v in line.items()}))
 
     def flush(self) -> None:
-        """Writes what waits, if that is possible."""
+        """Writes the waiting lines, if that is possible."""
         self._lines.flush()
 
     def close(self) -> None:
-        """Writes what waits, or says how much of it is lost."""
+        """Writes the waiting lines, or says how many are lost."""
         self._lines.close()
 
 
 def read(store: Store, file: str = FILE) -> list[dict[str, Any]]:
-    """Every complete line, in the order written."""
+    """Reads all complete lines, in the order in which they were written."""
     if not store.exists(file):
         return []
     out = []
     for line in store.read_text(file).splitlines():
         try:
             out.append(json.loads(line))
-        # The line was torn by a kill.
+        # The line is incomplete because the process was killed.
         except json.JSONDecodeError:
             continue
     return out
 
 
 def by_step(lines: list[dict[str, Any]], key: str) -> dict[int, Any]:
-    """{step: value} of one number, the last value written for each step."""
+    """Returns {step: value} for one number, with the last value that was written for each step."""
     values = {line["step"]: line[key] for line in lines if key in line}
     return dict(sorted(values.items()))
 
 
 def _plain(value: Any) -> Any:
-    """Plain Python numbers; NaN and infinities as strings, because JSON has neither."""
+    """Converts a number to a plain Python number, and NaN and infinities to strings, because JSON has neither."""
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,11 +1,11 @@
-"""Numbers and model output as people read them: parameters, bytes, seconds, and text that cannot harm a terminal."""
+"""Formats numbers for people (parameters, bytes, seconds), and makes text harmless for a terminal."""
 
 import math
 from collections.abc import Sequence
 
 
 def count_text(n: float) -> str:
-    """A large number in three digits: 135M, 8.03B, 0.52T."""
+    """Formats a large number with three digits: 135M, 8.03B, 0.52T."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(n) >= size * 0.9995:
             return f"{_three_digits(n / size)}{letter}"
@@ -13,7 +13,7 @@ def count_text(n: float) -> str:
 
 
 def flops_text(n: float) -> str:
-    """FLOPs with their prefix: 24.1 GFLOP."""
+    """Formats FLOPs with a unit prefix: 24.1 GFLOP."""
     for size, prefix in ((1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
         if n >= size * 0.9995:
             return f"{_three_digits(n / size)} {prefix}FLOP"
@@ -21,7 +21,7 @@ def flops_text(n: float) -> str:
 
 
 def format_bytes(n_bytes: float) -> str:
-    """Bytes in the units that memory is sold in: 1.31 GiB."""
+    """Formats bytes in binary units: 1.31 GiB."""
     size, unit = float(n_bytes), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1000 or unit == "TiB":
@@ -31,7 +31,7 @@ def format_bytes(n_bytes: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A duration: 0.8 s, 47 s, 3 min 05 s, 2 h 03 min, 4 d 03 h. With colons it would read as a time of day."""
+    """Formats a duration: 0.8 s, 47 s, 3 min 05 s, 2 h 03 min, 4 d 03 h. There are no colons, which would read as a time of day."""
     if not math.isfinite(seconds):
         return "?"
     if seconds < 9.95:
@@ -49,7 +49,7 @@ def format_duration(seconds: float) -> str:
 
 
 def ago(seconds: float) -> str:
-    """An elapsed time in one unit: 12 s ago, 15 min ago, 3 h ago, 2 d ago."""
+    """Formats an elapsed time in one unit: 12 s ago, 15 min ago, 3 h ago, 2 d ago."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit} ago"
@@ -57,12 +57,12 @@ def ago(seconds: float) -> str:
 
 
 def decimals(x: float) -> str:
-    """A loss: four decimals, or three digits where those would be mostly zeros: 2.3456, 0.00123."""
+    """Formats a loss with four decimals, or a small one with three digits: 2.3456, 0.00123."""
     return f"{x:.4f}" if not abs(x) < 0.01 or not x else f"{x:.3g}"
 
 
 def change(before: float, after: float) -> str:
-    """`4.24 to 2.34`: two decimals, or as many more as it takes to see both numbers and their difference."""
+    """Formats a change as `4.24 to 2.34`, with two decimals, or with more if both numbers or their difference would not be visible."""
     for digits in range(2, 7):
         first, second = f"{before:.{digits}f}", f"{after:.{digits}f}"
         if (first != second or before == after) and all(not x or abs(x) >= 10 ** (1 - digits) for x in (before, after)):
@@ -71,18 +71,18 @@ def change(before: float, after: float) -> str:
 
 
 def harmless(text: str, keep: str = "\n") -> str:
-    """Text without control characters, because a model's output may contain escape sequences. Tabs become four spaces;
+    """Removes control characters from a text, because a model's output may contain escape sequences. Tabs become four spaces, and
     unprintable characters become `·`, except those in `keep`."""
     return "".join(c if c.isprintable() or c in keep else "    " if c == "\t" else "·" for c in text)
 
 
 def one_line(text: str) -> str:
-    """Harmless text on one line, with line breaks shown as `\\n`."""
+    """Returns a harmless text on one line, with line breaks shown as `\\n`."""
     return harmless(text.replace("\n", "\\n"), keep="")
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]], figures: Sequence[int] = ()) -> str:
-    """A table as text, with two spaces between columns; those numbered in `figures` are right-aligned."""
+    """Formats a table as text, with two spaces between columns. The columns whose indices are in `figures` are right-aligned."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
 
     def line(row: Sequence[str]) -> str:

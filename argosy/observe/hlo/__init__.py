@@ -1,11 +1,11 @@
-"""What a compiled program costs each device: FLOPs, temporary memory, and bytes moved by collectives. Read from XLA's analysis
-and from the text of the optimized program, for CPUs, GPUs and TPUs; nothing runs.
+"""Computes the cost of a compiled program on each device: FLOPs, temporary memory, and bytes moved by collectives. The cost is read
+from XLA's analysis and from the text of the optimized program, for CPUs, GPUs and TPUs, without running the program.
 
-    text           computations, instructions, types
+    text           parses computations, instructions and types
     module         the module, and how often its computations run
     loops          how often a loop runs
     products       FLOPs of matrix products, convolutions and kernels
-    collectives    kind, bytes, groups and axes, asynchronous or not
+    collectives    kind, bytes, groups and mesh axes of collectives, and whether they are asynchronous
 """
 
 from collections.abc import Mapping
@@ -21,10 +21,13 @@ from argosy.observe.hlo.module import HloModule
 class Cost:
     """The cost of one program on one device.
 
-    flops, collectives: as XLA counts them, and result bytes of each kind of collective; a loop's body counts once.
-    products, moved: FLOPs of products, and result bytes of each kind of collective; a loop's body counts as often as it runs.
-    uncounted: names of kernels whose FLOPs are unknown.
-    unknown_loops: names of loops of unknown length, whose bodies count once.
+    flops: the FLOPs as XLA counts them, with the body of a loop once.
+    temporary_bytes, argument_bytes: the memory of temporary buffers and of arguments.
+    collectives: the result bytes of each kind of collective, with the body of a loop once.
+    products: the FLOPs of products, with the body of a loop as often as it runs.
+    moved: the result bytes of each kind of collective, with the body of a loop as often as it runs.
+    uncounted: the names of kernels whose FLOPs are unknown.
+    unknown_loops: the names of loops of unknown length, whose bodies count once.
     """
 
     flops: float
@@ -42,9 +45,9 @@ class Cost:
 
 
 def cost(compiled: Any) -> Cost:
-    """The cost of a program from `jit(f).lower(...).compile()`.
+    """Returns the cost of a program from `jit(f).lower(...).compile()`.
 
-    XLA counts the body of a loop once, so only compare its FLOPs of programs with the same loops.
+    XLA counts the body of a loop once, so `flops` can only be compared between programs with the same loops.
     """
     analysis, memory, program = compiled.cost_analysis() or {}, compiled.memory_analysis(), HloModule.read(compiled.as_text())
     transfers = collectives(program)
@@ -61,9 +64,10 @@ def cost(compiled: Any) -> Cost:
 
 
 def collective_bytes(text: str, repeated: bool = False) -> dict[str, int]:
-    """Bytes of the results of each kind of collective in an optimized HLO module.
+    """Returns the result bytes of each kind of collective in an optimized HLO module.
 
     Args:
-        repeated: counts the body of a loop as often as it runs.
+        text: the text of the module.
+        repeated: whether the body of a loop counts as often as it runs, and not once.
     """
     return bytes_by_kind(collectives(HloModule.read(text)), repeated)

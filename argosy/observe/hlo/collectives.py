@@ -1,8 +1,8 @@
-"""The collectives of an HLO module: kind, bytes, groups of devices, axes of the mesh, and whether they run beside other work.
+"""Finds the collectives of an HLO module: kind, bytes, groups of devices, mesh axes, and whether they overlap with other work.
 
-TPUs write an asynchronous collective as a fusion that starts it, fusions of other work that carry its steps, and one that ends it;
-each holds a copy of the collective, of which one counts. An all-reduce of which each device keeps its share, in a fusion called
-`all-reduce-scatter`, counts as a reduce-scatter.
+On TPUs an asynchronous collective is a fusion that starts it, fusions of other work that contain its steps, and a fusion that ends it.
+Each of them contains a copy of the collective, of which one counts. An all-reduce in a fusion called `all-reduce-scatter`, of whose
+result each device keeps its share, counts as a reduce-scatter.
 """
 
 import re
@@ -19,7 +19,7 @@ from argosy.observe.hlo.text import Computation, Instruction, tuple_elements, ty
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast")
 STARTS = {f"{kind}-start": kind for kind in KINDS}
 SCATTERS = "all-reduce-scatter"
-# In fusions of TPUs, what a copy of an asynchronous collective feeds.
+# The custom calls that use a copy of an asynchronous collective in fusions of TPUs.
 BEGIN, END = "AsyncCollectiveStart", "AsyncCollectiveDone"
 STEPS = "async_collective_fusion"
 
@@ -32,12 +32,13 @@ SUB_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 class Collective:
     """One collective of a program.
 
-    kind: such as "all-gather".
-    bytes: bytes of its result on a device, each time it runs.
-    times: how often it runs.
-    groups: numbers of the devices that take part together, [groups, devices]; for a permute, pairs of source and target.
-    asynchronous: whether it is started and ended by different instructions.
-    start, end: names of these instructions in `computation`; the same if it is synchronous.
+    kind: the kind, such as "all-gather".
+    bytes: the bytes of the result on a device, for one execution.
+    times: the number of executions.
+    groups: the devices that take part together, [groups, devices]. For a permute these are pairs of source and target.
+    asynchronous: whether different instructions start and end the collective.
+    computation: the name of the computation that contains it.
+    start, end: the names of the instructions that start and end it, the same one if it is synchronous.
     op_name: JAX's name of the operation.
     """
 
@@ -53,16 +54,16 @@ class Collective:
 
     @property
     def size(self) -> int:
-        """Number of devices that take part together."""
+        """The number of devices that take part together."""
         return int(self.groups.shape[-1]) if self.groups.size else 1
 
     @cached_property
     def alone(self) -> bool:
-        """Whether nothing moves: every group has one device."""
+        """Whether nothing is moved, because every group has one device, or every source is its own target."""
         return self.size == 1 if self.kind != "collective-permute" else not bool((self.groups[:, 0] != self.groups[:, 1]).any())
 
     def axes(self, mesh: Mapping[str, int]) -> tuple[str, ...]:
-        """The axes of a mesh of these sizes along which the groups lie; () if the groups are no part of such a mesh."""
+        """Returns the mesh axes along which the groups lie; () if the groups do not fit the mesh. `mesh`: the sizes of the axes."""
         names = [name for name, size in mesh.items() if size > 1]
         sizes = tuple(mesh[name] for name in names)
         count = int(np.prod(sizes)) if sizes else 1
@@ -74,20 +75,20 @@ class Collective:
 
 
 def collectives(program: HloModule, devices: int = 1) -> list[Collective]:
-    """Every collective of a program that moves something, in the order of its text.
+    """Returns every collective of a program that moves data, in the order of the text.
 
     Args:
-        devices: number of devices, for collectives over all of them.
+        devices: the number of devices of the program, for collectives over all of them.
     """
     candidates = list(_candidates(program, devices))
     return [collective for collective in candidates if not collective.alone]
 
 
 def bytes_by_kind(all_: Sequence[Collective], repeated: bool = True) -> dict[str, int]:
-    """Result bytes of each kind of collective.
+    """Returns the result bytes of each kind of collective.
 
     Args:
-        repeated: counts the body of a loop as often as it runs.
+        repeated: whether the body of a loop counts as often as it runs, and not once.
     """
     totals: Counter[str] = Counter()
     for collective in all_:
@@ -107,7 +108,7 @@ def _candidates(program: HloModule, devices: int) -> Iterator[Collective]:
 def _collectives_of(
     program: HloModule, computation: Computation, times: int, instruction: Instruction, devices: int
 ) -> Iterator[Collective]:
-    """The collectives that an instruction is, starts or holds."""
+    """Yields the collectives that an instruction is, starts or contains."""
     opcode = instruction.opcode
 
     def make(kind: str, size: int, of: Instruction, end: str | None) -> Collective:
@@ -143,7 +144,7 @@ def _inside(program: HloModule, instruction: Instruction) -> Iterator[Computatio
 def _fused_collectives(
     program: HloModule, computation: Computation, instruction: Instruction, inner: Computation, make: Callable[..., Collective]
 ) -> Iterator[Collective]:
-    """The collectives that a fusion starts, or holds whole; their copies in fusions that carry or end them do not count."""
+    """Yields the collectives that a fusion starts or contains completely. Copies in fusions that continue or end them do not count."""
     begun = [inner.by_name.get(i.operands[0]) for i in inner.instructions if BEGIN in i.attributes and i.operands]
     asynchronous = inner.name.startswith(STEPS) or any(BEGIN in i.attributes or END in i.attributes for i in inner.instructions)
     for collective in inner.instructions:
@@ -162,7 +163,7 @@ def _chain(instruction: Instruction) -> tuple[str, str]:
 
 
 def _chain_end(program: HloModule, computation: Computation, start: Instruction, collective: Instruction) -> str | None:
-    """The fusion after `start` that ends its collective."""
+    """Returns the name of the fusion after `start` that ends the collective."""
     after = computation.instructions[computation.instructions.index(start) + 1 :]
     for instruction in after:
         if instruction.opcode != "fusion":
@@ -176,7 +177,7 @@ def _chain_end(program: HloModule, computation: Computation, start: Instruction,
 
 
 def _end_of(computation: Computation, start: Instruction) -> Instruction | None:
-    """The instruction that ends what `start` starts, through updates between them."""
+    """Returns the instruction that ends the operation of `start`, possibly after update instructions."""
     name = start.name
     for instruction in computation.instructions:
         if name in instruction.operands:
@@ -188,13 +189,13 @@ def _end_of(computation: Computation, start: Instruction) -> Instruction | None:
 
 
 def _result(start: Instruction) -> int:
-    """Bytes of the result that a start instruction names beside its operand: (operand, result, ...)."""
+    """Returns the bytes of the result of a start instruction, whose type is a tuple (operand, result, ...)."""
     elements = tuple_elements(start.type)
     return type_bytes(elements[1] if len(elements) > 1 and start.opcode != "all-reduce-start" else start.type)
 
 
 def _groups(instruction: Instruction, devices: int) -> np.ndarray:
-    """The groups of devices of a collective."""
+    """Returns the groups of devices of a collective, [groups, devices]."""
     pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", instruction.attributes)
     if pairs is not None:
         return np.asarray([int(n) for n in re.findall(r"\d+", pairs[1])], np.int64).reshape(-1, 2)
@@ -209,12 +210,12 @@ def _groups(instruction: Instruction, devices: int) -> np.ndarray:
         return np.arange(max(devices, 1))[None]
     groups = [[int(n) for n in group.split(",") if n] for group in re.findall(r"\{([\d,]*)\}", listed[1])]
     most = max(map(len, groups))
-    # Groups of different sizes do not occur in SPMD programs; a shorter one is filled with its first device.
+    # Groups of different sizes do not occur in SPMD programs. A shorter group would be filled up with its first device.
     return np.asarray([group + group[:1] * (most - len(group)) for group in groups], np.int64)
 
 
 def _iota(shape: str, sizes: str, order: str | None) -> np.ndarray:
-    """Groups as XLA abbreviates them: [4,2]<=[2,4]T(1,0)."""
+    """Expands XLA's short form of groups, such as [4,2]<=[2,4]T(1,0)."""
     dims = [int(n) for n in sizes.split(",")]
     numbers = np.arange(int(np.prod(dims))).reshape(dims)
     if order:
@@ -223,7 +224,8 @@ def _iota(shape: str, sizes: str, order: str | None) -> np.ndarray:
 
 
 def _by_axes(mesh: str, ids: str | None, axes: str) -> np.ndarray:
-    """Groups along axes of a mesh: mesh['a'=2,'b'=4] {'b'}; {'a':(2)2} is a part of an axis, of size 2 after 2 others."""
+    """Expands groups along mesh axes, such as mesh['a'=2,'b'=4] {'b'}. In {'a':(2)2}, the sub-axis of `a` has size 2 and follows a
+    sub-axis of size 2."""
     sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", mesh)}
     count = int(np.prod(list(sizes.values())))
     order = np.arange(count)
@@ -250,7 +252,7 @@ def _by_axes(mesh: str, ids: str | None, axes: str) -> np.ndarray:
 
 
 def _simple_order(ids: str, count: int) -> np.ndarray:
-    """Numbers of devices as `[2,4]T(1,0)`: an iota of this shape, transposed."""
+    """Expands an order of devices such as `[2,4]T(1,0)`: an iota of this shape, transposed."""
     match = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", ids)
     if match is None:
         return np.arange(count)

@@ -1,12 +1,12 @@
-"""A static estimate of the time that a compiled program takes: its instructions priced one by one along the schedule, loops counted as
-often as they run, and collectives only where no other work runs beside them.
+"""Estimates the time of a compiled program without running it. The times of all instructions are added along the schedule, with loops
+as often as they run. A collective counts only as far as no other work overlaps with it.
 
-TPUs: the compiler's own cycles of each instruction. Kernels have none, and take their FLOPs over a share of the peak, as measured for
-attention and grouped products. Elsewhere an instruction takes its FLOPs over the peak or its bytes over the bandwidth, whichever is
-more. XLA's `optimal_seconds` counts loops once and can be negative, so it is never read.
+On TPUs, the compiler states the cycles of each instruction. Kernels have no cycles: they take their FLOPs over a share of the peak,
+which was measured for attention and grouped products. On other platforms an instruction takes the larger of FLOPs over peak and bytes
+over bandwidth. XLA's `optimal_seconds` is not used, because it counts loops once and can be negative.
 
-The estimate is static: it ranks programs. Against published times of whole models it is 7 to 12 % slow, and against measured single
-operations 8 to 24 % fast.
+The estimate is good enough to rank programs. It is 7 to 12 % above published times of whole models, and 8 to 24 % below measured times
+of single operations.
 """
 
 import math
@@ -22,15 +22,16 @@ from argosy.observe.hlo.products import call_target, flops, kernel_name
 from argosy.observe.hlo.text import Computation, Instruction
 
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-# Cycles above this are a negative number that was written without its sign.
+# Cycles above this are negative numbers that were written as unsigned.
 MOST_CYCLES = 10**15
-# The share of the peak that kernels of attention reach, and half of the products of causal attention are skipped.
+# The share of the peak that attention kernels reach, and the share of the products that causal attention computes.
 ATTENTION, CAUSAL = 0.55, 0.5
 # The share of the peak that grouped products reach (93 % measured on TPU v5e for the best blocks).
 GROUPED = 0.8
-# The scope of a grouped product that computes so many percent of its rows, as whoever wrote it knows: kernels skip rows of no group.
+# The prefix of the scope of a grouped product that computes only this percentage of its rows, because kernels skip rows without a
+# group. The author of such a product sets the scope.
 FILLED = "filled_percent_"
-# Instructions that move nothing.
+# Instructions that take no time.
 FREE = (
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id", "reshape", "iota",
     "while", "conditional", "call", "copy-start", "copy-done", "async-start", "async-done", "async-update",
@@ -39,15 +40,15 @@ FREE = (
 
 @dataclass(frozen=True)
 class Prices:
-    """What work costs on a device.
+    """The speeds of a device, from which times are computed.
 
-    flops_per_s: for products, as they are reached.
-    bytes_per_s: of the memory.
-    clock_hz: cycles a second, where the compiler states cycles; 0: it states none.
-    peak_flops_per_s: the peak, of which kernels reach a share.
-    ring_bytes_per_s: bytes a second that a device receives in a ring along one axis of the mesh.
-    rings: rings that a collective over all devices may use at once.
-    read_bytes_per_s: of weights that are read and not written; 0: `bytes_per_s`.
+    flops_per_s: the FLOPs per second that matrix products reach.
+    bytes_per_s: the bandwidth of the memory.
+    ring_bytes_per_s: the bytes per second that a device receives in a ring along one mesh axis.
+    clock_hz: the clock frequency; 0 if the compiler states no cycles.
+    peak_flops_per_s: the peak, of which kernels reach a share. 0 stands for `flops_per_s`.
+    rings: the number of rings that a collective over all devices may use at once.
+    read_bytes_per_s: the bandwidth for weights that are only read. 0 stands for `bytes_per_s`.
     """
 
     flops_per_s: float
@@ -61,7 +62,7 @@ class Prices:
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """A collective with its time, each time it runs, and the part of it beside which nothing else runs."""
+    """A collective with the time of one execution, and the part of that time in which no other work runs."""
 
     collective: Collective
     seconds: float
@@ -70,10 +71,13 @@ class CollectiveTime:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The time of a program.
+    """The estimated time of a program.
 
-    compute_seconds: all instructions that are no collectives; `by_kind` splits it.
-    communication_seconds, exposed_seconds: all collectives, and their part beside which nothing else runs.
+    compute_seconds: the time of all instructions other than collectives.
+    communication_seconds: the time of all collectives.
+    exposed_seconds: the part of that time in which no other work runs.
+    collectives: the time of each collective.
+    by_kind: `compute_seconds` by kind of work.
     """
 
     compute_seconds: float
@@ -90,10 +94,11 @@ class Estimate:
 def price_program(
     module: HloModule, prices: Prices, devices: int = 1, kernels: Mapping[str, tuple[float, str]] = MappingProxyType({})
 ) -> Estimate:
-    """The time of a program on devices with these prices.
+    """Estimates the time of a program on devices of these speeds.
 
     Args:
-        kernels: seconds of one call, and the kind of work, of kernels whose time depends on data; by how their names begin.
+        devices: the number of devices of the program.
+        kernels: (seconds of one call, kind of work) for kernels whose time depends on data, by the prefix of their names.
     """
     waiting = {(collective.computation, collective.start): collective for collective in collectives(module, devices)}
     inside = _inside(module)
@@ -133,7 +138,7 @@ def price_program(
 
 
 def collective_seconds(collective: Collective, prices: Prices, devices: int) -> float:
-    """The time of a collective in rings: what a device receives, over the bandwidth of the rings that it may use."""
+    """Estimates the time of a collective in rings: the bytes that a device receives, over the bandwidth of the rings."""
     size, rings = collective.size, prices.rings if collective.size > math.sqrt(max(devices, 1)) else 1
     share, speed = (size - 1) / max(size, 1), prices.ring_bytes_per_s * rings
     if collective.kind == "all-gather":
@@ -143,13 +148,13 @@ def collective_seconds(collective: Collective, prices: Prices, devices: int) -> 
     if collective.kind == "all-reduce":
         return 2 * collective.bytes * share / speed
     if "all-to-all" in collective.kind:
-        # On a ring a part travels a quarter of the way, in both directions.
+        # On a ring, data travel a quarter of the way on average, in both directions.
         return collective.bytes * max(share, 0.25 * size * share / max(rings, 1) ** 2 if prices.rings > 1 else share) / speed
     return collective.bytes / (prices.ring_bytes_per_s / 2)
 
 
 def _inside(module: HloModule) -> set[str]:
-    """Computations that run as parts of one instruction: fused ones, and those of reductions and sorts."""
+    """Returns the computations that are parts of one instruction: those of fusions, reductions and sorts."""
     apart = ("body", "condition", "branch_computations", "true_computation", "false_computation")
     names = set[str]()
     for computation in module.computations.values():
@@ -161,7 +166,7 @@ def _inside(module: HloModule) -> set[str]:
 
 
 def _seconds(module: HloModule, computation: Computation, instruction: Instruction, prices: Prices) -> tuple[float, str]:
-    """The time of an instruction, and the kind of work it is."""
+    """Estimates the seconds of an instruction. Returns them with the kind of work."""
     if instruction.opcode in FREE:
         return 0.0, "free"
     if instruction.opcode == "custom-call" and (counted := flops(computation, instruction)):
@@ -203,7 +208,7 @@ def _flops_of(module: HloModule, computation: Computation, instruction: Instruct
 
 
 def _bytes_of(computation: Computation, instruction: Instruction) -> int:
-    """Bytes that an instruction reads and writes. What it updates in place counts as what is written there."""
+    """Returns the bytes that an instruction reads and writes. Of an array that is updated in place, only the update counts."""
     sizes = [computation.by_name[name].bytes for name in instruction.operands if name in computation.by_name]
     if "dynamic-update-slice" in instruction.name or "dynamic_update_slice" in instruction.name:
         return 2 * (sum(sizes) - max(sizes, default=0))

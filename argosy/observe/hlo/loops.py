@@ -1,4 +1,4 @@
-"""How often a loop of an HLO module runs: from XLA's annotation, or from its counter, limit, first value and step."""
+"""Computes how often a loop of an HLO module runs, from XLA's annotation, or from the counter's first value, step and limit."""
 
 import re
 from collections.abc import Mapping
@@ -8,9 +8,9 @@ from argosy.observe.hlo.text import TRIPS, Computation, Instruction
 
 Computations = Mapping[str, Computation]
 
-# Operations that change no scalar.
+# Operations that do not change a scalar.
 TRANSPARENT = ("copy", "bitcast", "convert", "reshape", "copy-start", "copy-done")
-# The name of a scope whose loops of unknown length seldom run at all, as whoever writes such a loop knows.
+# The scope that the author of a loop gives it if its length is unknown and it seldom runs at all.
 SELDOM = "seldom"
 SCALAR = re.compile(r"^[su]\d+\[\]")
 MOST = 32
@@ -24,10 +24,10 @@ class Scalar(NamedTuple):
 
 
 def trip_count(computations: Computations, computation: Computation, loop: Instruction) -> int | None:
-    """How often the body of a loop runs; None if that is not known, or 0 where it is in the scope `SELDOM`.
+    """Returns how often the body of a loop runs. If that is unknown, returns None, or 0 for loops in the scope `SELDOM`.
 
     Args:
-        computation: the computation that holds the loop.
+        computation: the computation that contains the loop.
     """
     trips = _known_trips(computations, computation, loop)
     return 0 if trips is None and re.search(rf"\b{SELDOM}\b", loop.op_name) else trips
@@ -64,10 +64,10 @@ def _known_trips(computations: Computations, computation: Computation, loop: Ins
 def _scalar(
     computations: Computations, computation: Computation, name: str, bound: Mapping[int, Scalar], depth: int = 0
 ) -> Scalar | None:
-    """Which constant or element of the state a name stands for.
+    """Returns the constant or the element of the loop's state that a name stands for; None if it is neither.
 
     Args:
-        bound: the parameters of a fused computation; empty: the parameter is the loop's state.
+        bound: the arguments of a fused computation, by parameter number. Empty if the parameter is the state of the loop.
     """
     instruction = computation.by_name.get(name)
     if instruction is None or depth > MOST:
@@ -88,7 +88,7 @@ def _scalar(
 def _comparison(
     computations: Computations, computation: Computation, instruction: Instruction, bound: Mapping[int, Scalar]
 ) -> tuple[Scalar, Scalar, str] | None:
-    """Both sides of the comparison that an instruction computes, and its direction."""
+    """Returns both sides and the direction of the comparison that an instruction computes; None if it computes none."""
     if instruction.opcode == "compare":
         sides = [_scalar(computations, computation, name, bound) for name in instruction.operands[:2]]
         if len(sides) == 2 and sides[0] is not None and sides[1] is not None:
@@ -106,7 +106,7 @@ def _comparison(
 
 
 def _first(computation: Computation, loop: Instruction, index: int) -> int | None:
-    """The first value of an element of the state; 0 where it is computed, which is how JAX's loops begin."""
+    """Returns the first value of an element of the state. If it is not a constant, returns 0, where JAX's loops begin."""
     state = computation.by_name.get(loop.operands[0]) if loop.operands else None
     if state is None or state.opcode != "tuple" or index >= len(state.operands):
         return 0
@@ -124,7 +124,7 @@ def _first(computation: Computation, loop: Instruction, index: int) -> int | Non
 
 
 def _step(computations: Computations, body: Computation, index: int) -> int:
-    """By how much an element of the state grows in each pass; 1 where the addition is not found, as in JAX's loops."""
+    """Returns the increment of an element of the state per iteration. If the addition is not found, returns 1, as in JAX's loops."""
     root = body.root
     if root.opcode != "tuple" or index >= len(root.operands):
         return 1

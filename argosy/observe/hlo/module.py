@@ -13,7 +13,8 @@ from argosy.observe.hlo.text import HEADER, Computation, joined_lines, parse_ins
 class HloModule:
     """An optimized HLO module.
 
-    entry: name of the computation that runs first.
+    computations: the computations, by name.
+    entry: the name of the computation that runs first.
     """
 
     computations: dict[str, Computation]
@@ -35,7 +36,7 @@ class HloModule:
 
     @cached_property
     def times(self) -> dict[str, int]:
-        """How often each computation runs. Every branch of a conditional counts once, and so does a loop of unknown length."""
+        """How often each computation runs, by name. Every branch of a conditional counts once, and so does a loop of unknown length."""
         times: Counter[str] = Counter({self.entry: 1})
         # HLO writes a computation before those that call it.
         for name in reversed(self.computations):
@@ -47,17 +48,17 @@ class HloModule:
 
     @cached_property
     def trips(self) -> dict[str, int | None]:
-        """How often each loop runs, by the name of its instruction; None if that is not known."""
+        """How often each loop runs, by the name of its instruction; None if unknown."""
         whiles = ((c, i) for c in self.computations.values() for i in c.instructions if i.opcode == "while")
         return {i.name: trip_count(self.computations, c, i) for c, i in whiles}
 
     @property
     def unknown_loops(self) -> list[str]:
-        """Names of loops of unknown length, which count once."""
+        """The names of loops of unknown length, whose bodies count once."""
         return [name for name, count in self.trips.items() if count is None]
 
     def running(self) -> Iterator[tuple[Computation, int]]:
-        """The computations that run, each with how often."""
+        """Yields (computation, number of executions) for the computations that run."""
         for name, computation in self.computations.items():
             if times := self.times.get(name, 0):
                 yield computation, times

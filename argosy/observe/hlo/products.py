@@ -1,8 +1,8 @@
-"""FLOPs of the products of an HLO module, from the shapes of its instructions: 2 for each multiply-add.
+"""Counts the FLOPs of the products of an HLO module from the shapes of its instructions: 2 for each multiply-add.
 
-TPUs compute a matrix product as a convolution, often one over padding whose windows pick the diagonal of a batch; positions in the
-padding do not count, as in XLA's own analysis. Kernels are opaque: those whose names and shapes say what they compute are counted,
-in full where they skip blocks of a mask, and the others are named.
+TPUs compute a matrix product as a convolution, often one over padding whose windows pick the diagonal of a batch. Positions in the
+padding do not count, as in XLA's own analysis. Kernels are opaque. Those whose names and shapes tell what they compute are counted in
+full, even if they skip blocks of a mask. `uncounted_kernels` names the others.
 """
 
 import json
@@ -16,17 +16,17 @@ from argosy.observe.hlo.text import Computation, Instruction, dimensions, elemen
 WINDOW = re.compile(r"window=\{([^}]*)\}")
 LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 TARGET = re.compile(r'custom_call_target="([^"]*)"')
-# Custom calls that compute products, and need not be known.
+# Parts of the targets of custom calls that may compute products.
 KERNELS = ("tpu_custom_call", "triton", "mosaic_gpu", "cudnn", "cublas", "onednn", "ynn")
 
 
 def product_flops(program: HloModule) -> int:
-    """FLOPs of all products; the body of a loop counts as often as it runs."""
+    """Returns the FLOPs of all products. The body of a loop counts as often as it runs."""
     return sum(times * sum(flops(c, i) or 0 for i in c.instructions) for c, times in program.running())
 
 
 def uncounted_kernels(program: HloModule) -> list[str]:
-    """Names of the kernels whose FLOPs are unknown."""
+    """Returns the names of the kernels whose FLOPs are unknown."""
     names = [
         kernel_name(i)
         for c, _ in program.running()
@@ -37,19 +37,19 @@ def uncounted_kernels(program: HloModule) -> list[str]:
 
 
 def flops(computation: Computation, instruction: Instruction) -> int | None:
-    """FLOPs of an instruction; 0 if it is no product, None for a kernel whose products are unknown."""
+    """Returns the FLOPs of one execution of an instruction: 0 if it is not a product, None for a kernel whose products are unknown."""
     counter = {"dot": _dot, "convolution": _convolution, "ragged-dot": _ragged, "custom-call": _custom}.get(instruction.opcode)
     return 0 if counter is None else counter(computation, instruction)
 
 
 def call_target(instruction: Instruction) -> str:
-    """The name of what a custom call calls."""
+    """Returns the target of a custom call; "" for other instructions."""
     match = TARGET.search(instruction.attributes)
     return match[1] if match else ""
 
 
 def kernel_name(instruction: Instruction) -> str:
-    """The name of a kernel: of the function that wrote it, or of what is called."""
+    """Returns the name of a kernel: for TPUs that of the function that defines it, else the target of the custom call."""
     called = call_target(instruction)
     return re.sub(r"[.\d]+$", "", instruction.name) if called == "tpu_custom_call" else called
 
@@ -65,7 +65,7 @@ def _dot(computation: Computation, instruction: Instruction) -> int:
 
 
 def _ragged(computation: Computation, instruction: Instruction) -> int:
-    """Each row is multiplied by the matrix of one group."""
+    """Counts the product of each row with the matrix of its group."""
     left = _operand(computation, instruction, 0)
     out, contracted = dimensions(instruction.type), instruction.numbers("lhs_contracting_dims")
     ragged = instruction.numbers("lhs_ragged_dims")
@@ -81,7 +81,7 @@ def _convolution(computation: Computation, instruction: Instruction) -> int:
         return 0
     lhs, rhs, result = labels[1], labels[2], labels[3]
     batches = int(instruction.attribute("batch_group_count") or 1)
-    # Of one group of features, if there are several.
+    # With several groups of features, the size of one group.
     inner = right[rhs.index("i")]
     outer = out[result.index("f")]
     rows = left[lhs.index("b")] // batches
@@ -90,7 +90,7 @@ def _convolution(computation: Computation, instruction: Instruction) -> int:
 
 
 def _taps(instruction: Instruction, lhs: str, left: list[int], result: str, out: list[int]) -> int:
-    """Pairs of an output position and a kernel position that meet an input, over all spatial axes."""
+    """Counts the pairs of output position and kernel position that meet an input, over all spatial axes."""
     match = WINDOW.search(instruction.attributes)
     fields = dict(part.split("=", 1) for part in match[1].split()) if match else {}
     spatial = sorted(c for c in lhs if c.isdigit())
@@ -111,7 +111,12 @@ def _taps(instruction: Instruction, lhs: str, left: list[int], result: str, out:
 
 
 def _meetings(n: int, m: int, kernel: int, stride: int, low: int, base: int, dilation: int) -> int:
-    """Pairs (output o, kernel k) for which o * stride + k * dilation - low is the place of one of `n` inputs, `base` apart."""
+    """Counts the pairs (output o, kernel k) for which o * stride + k * dilation - low is the position of an input.
+
+    Args:
+        n, m, kernel: the numbers of inputs, of outputs and of kernel positions along the axis.
+        base: the distance between neighboring inputs.
+    """
     total = 0
     end = (n - 1) * base + 1
     for k in range(kernel):
@@ -151,14 +156,15 @@ def _cublas(computation: Computation, instruction: Instruction) -> int | None:
 
 
 def _floats(computation: Computation, instruction: Instruction, rank: int) -> list[list[int]]:
-    """Shapes of the operands of floats with this rank or more."""
+    """Returns the shapes of the operands that are floats and have at least this rank."""
     operands = [computation.by_name.get(name) for name in instruction.operands]
     shapes = [dimensions(i.type) for i in operands if i is not None and re.match(r"(bf|f)\d", i.type)]
     return [shape for shape in shapes if len(shape) >= rank]
 
 
 def _attention(computation: Computation, instruction: Instruction, products: int) -> int | None:
-    """Products of queries [... H T D] with keys [... K S D]; what a mask skips counts too. cuDNN has heads after times."""
+    """Counts `products` products of the size of queries [... H T D] times keys [... K S D], including masked positions. In cuDNN, heads
+    come after times."""
     arrays = _floats(computation, instruction, 3)
     if len(arrays) < 2:
         return None
@@ -168,13 +174,13 @@ def _attention(computation: Computation, instruction: Instruction, products: int
 
 
 def _rows_by_groups(computation: Computation, instruction: Instruction) -> int | None:
-    """Rows [M K] by the matrix [G K N] of their group."""
+    """Counts the product of rows [M K] with the matrices [G K N] of their groups."""
     arrays = _floats(computation, instruction, 2)
     return 2 * math.prod(arrays[0]) * dimensions(tuple_elements(instruction.type)[0])[-1] if arrays else None
 
 
 def _gradient_of_groups(computation: Computation, instruction: Instruction) -> int | None:
-    """[K M] by [M N], summed within each group: [G K N]."""
+    """Counts the product of [K M] and [M N], summed within each group: [G K N]."""
     arrays, out = _floats(computation, instruction, 2), dimensions(tuple_elements(instruction.type)[0])
     if len(arrays) < 2 or len(out) < 3:
         return None
@@ -183,7 +189,7 @@ def _gradient_of_groups(computation: Computation, instruction: Instruction) -> i
     return 2 * rows * out[-1] * out[-2] if rows else None
 
 
-# Kernels of attention: scores and their sum; the gradient of queries; those of keys and values, or all three in one pass.
+# The number of products of each attention kernel: gradient of queries; gradients of keys and values; all gradients; forward pass.
 ATTENTION = (
     (re.compile(r"_dq(_|\b)"), 3),
     (re.compile(r"_dkv(_|\b)"), 4),

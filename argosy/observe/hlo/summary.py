@@ -1,7 +1,7 @@
-"""What an optimized program does, in tables: operations by kind and by layer, its biggest values, its collectives; and how two differ.
+"""Summarizes an optimized program in tables (operations by kind and by layer, largest values, collectives), and compares two programs.
 
-Operations are those that run as one: a fusion is one operation, with the bytes that enter and leave it. The body of a loop counts as
-often as it runs. The biggest values are results of operations; where XLA puts them, and which share memory, its text does not say.
+A fusion is one operation, with the bytes of its operands and results. The body of a loop counts as often as it runs. The largest values
+are results of operations. The text of a program does not say where XLA puts them or which of them share memory.
 """
 
 from collections import defaultdict
@@ -14,17 +14,18 @@ from argosy.observe.hlo.module import HloModule
 from argosy.observe.hlo.text import Computation, type_bytes
 from argosy.observe.profile.table import Operation, layer_of, operations
 
-# Names for values, of which none is computed or moved.
+# Instructions that only name values, and compute or move nothing.
 NAMES = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "after-all", "opt-barrier")
 
 
 @dataclass(frozen=True)
 class OperationTotals:
-    """Some operations of a program.
+    """The totals of a group of operations of a program.
 
-    count: executions.
-    flops: of their products.
-    bytes: of their operands and results.
+    name: the kind or the layer of the group.
+    count: the number of executions.
+    flops: the FLOPs of products.
+    bytes: the bytes of operands and results.
     """
 
     name: str
@@ -41,8 +42,11 @@ class OperationTotals:
 class Value:
     """A result of an operation.
 
-    type: as XLA writes it, without its layout.
-    times: how often it is computed.
+    name: the name of the operation.
+    bytes: the size of the value.
+    type: the type as XLA writes it, without the layout.
+    kind, layer: the kind and the layer of the operation.
+    times: how often the value is computed.
     """
 
     name: str
@@ -55,12 +59,12 @@ class Value:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Collectives of one kind, size and place.
+    """All collectives of one kind in one layer over the same number of devices.
 
-    count: executions.
-    bytes: results on a device, of all executions.
-    devices: that take part together.
-    asynchronous: how many executions run beside other work.
+    devices: the number of devices that take part together.
+    count: the number of executions.
+    bytes: the result bytes on a device, of all executions together.
+    asynchronous: the number of executions that may overlap with other work.
     """
 
     kind: str
@@ -73,10 +77,13 @@ class Transfer:
 
 @dataclass(frozen=True)
 class ProgramSummary:
-    """A program in tables.
+    """The tables of a program.
 
-    argument_bytes: its parameters.
-    unknown_loops: loops of unknown length, whose bodies count once.
+    argument_bytes: the bytes of the program's arguments.
+    kinds, layers: the totals of operations by kind and by layer.
+    values: the largest results of operations.
+    transfers: the collectives.
+    unknown_loops: the names of loops of unknown length, whose bodies count once.
     """
 
     argument_bytes: int
@@ -96,7 +103,7 @@ class ProgramSummary:
 
 
 def summarize(program: HloModule) -> ProgramSummary:
-    """The tables of a program."""
+    """Computes the tables of a program."""
     by_name = operations(program)
     inside = _inside_fusions(program)
     kinds: dict[str, OperationTotals] = {}
@@ -136,7 +143,7 @@ def _transfers(program: HloModule) -> list[Transfer]:
 
 
 def _inside_fusions(program: HloModule) -> set[str]:
-    """Computations whose operations are parts of one: those of fusions and of reductions."""
+    """Returns the computations that are parts of one operation: those of fusions and of reductions."""
     out: set[str] = set()
     for computation in program.computations.values():
         for instruction in computation.instructions:
@@ -154,7 +161,8 @@ def _short(type_: str) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """A row that two programs have differently; None: it is not there."""
+    """A row of a table that differs between two programs. `before` and `after` are the row in each program, None where it is
+    missing."""
 
     table: str
     name: str
@@ -163,15 +171,16 @@ class Difference:
 
     @property
     def bytes(self) -> int:
-        """How many bytes more the second moves or holds."""
+        """How many bytes more the second program moves or holds in this row."""
         return int((self.after or {}).get("bytes", 0)) - int((self.before or {}).get("bytes", 0))
 
 
 def program_differences(a: ProgramSummary, b: ProgramSummary, values: int = 20) -> list[Difference]:
-    """The rows in which two programs differ, those with the most bytes first.
+    """Returns the rows in which two programs differ. The largest differences in bytes come first.
 
     Args:
-        values: how many of the biggest values of each are compared, by type and layer: their names are numbered anew in each program.
+        values: how many of the largest values of each program are compared. They are matched by type and layer, because their names
+            have new numbers in each program.
     """
     tables = {"kind": (a.kinds, b.kinds), "layer": (a.layers, b.layers)}
     rows: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 
 from argosy.core.errors import Unsupported
 
-# Bits of an element. Types of less than a byte are packed.
+# The bits of an element of each type. Types of less than a byte are packed.
 BITS = {"pred": 8, "s1": 1, "u1": 1, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "f4e2m1fn": 4, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}
 BITS |= {f"{sign}{n}": n for sign in "su" for n in (8, 16, 32, 64)} | {"c64": 64, "c128": 128, "token": 0, "opaque": 0}
 BITS |= dict.fromkeys(("f8e5m2", "f8e5m2fnuz", "f8e4m3", "f8e4m3fn", "f8e4m3fnuz", "f8e4m3b11fnuz", "f8e3m4", "f8e8m0fnu"), 8)
@@ -33,9 +33,11 @@ TRIPS = re.compile(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)')
 class Instruction:
     """One instruction.
 
-    type: type of the result, with layouts.
-    operands: names of the operands; `arguments` is their text.
-    attributes: all that follows the operands.
+    type: the type of the result, with layouts.
+    operands: the names of the operands.
+    arguments: the text between the parentheses, with the operands.
+    attributes: the text after the operands.
+    root: whether the instruction is the result of its computation.
     """
 
     name: str
@@ -51,12 +53,12 @@ class Instruction:
         return type_bytes(self.type)
 
     def attribute(self, name: str) -> str | None:
-        """The value of an attribute that is a word or stands in braces; None if it is not there."""
+        """Returns the value of an attribute, a word or a text in braces; None if the instruction lacks the attribute."""
         match = re.search(rf"\b{name}=(\{{[^}}]*\}}|[^,\s]+)", self.attributes)
         return match[1] if match else None
 
     def numbers(self, name: str) -> list[int]:
-        """The numbers of an attribute such as `dimensions={0,1}`."""
+        """Returns the numbers of an attribute such as `dimensions={0,1}`; empty if the instruction lacks it."""
         return [int(n) for n in re.findall(r"\d+", self.attribute(name) or "")]
 
     @property
@@ -66,7 +68,7 @@ class Instruction:
         return match[1] if match else ""
 
     def called(self) -> Iterator[tuple[str, str]]:
-        """The computations that it calls: (attribute, name)."""
+        """Yields (attribute, name) for the computations that the instruction calls."""
         for attribute, names in CALLED.findall(self.attributes):
             for name in re.findall(r"%([\w.$-]+)", names):
                 yield attribute, name
@@ -74,7 +76,7 @@ class Instruction:
 
 @dataclass
 class Computation:
-    """A computation: its instructions in order, which is the schedule where the module is scheduled."""
+    """A computation with its instructions in the order of the text, which is the schedule if the module is scheduled."""
 
     name: str
     instructions: list[Instruction] = field(default_factory=list)
@@ -89,12 +91,12 @@ class Computation:
 
     @cached_property
     def parameters(self) -> dict[str, int]:
-        """Numbers of the parameters by name."""
+        """The index of each parameter, by name."""
         return {i.name: int(i.arguments or 0) for i in self.instructions if i.opcode == "parameter"}
 
 
 def joined_lines(text: str) -> Iterator[str]:
-    """Lines of a module, with instructions that span several joined."""
+    """Yields the lines of a module. The lines of an instruction that spans several are joined."""
     pending = ""
     lines = text.splitlines()
     for number, line in enumerate(lines):
@@ -130,7 +132,7 @@ def parse_instruction(line: str) -> Instruction | None:
 
 
 def _closing(line: str, start: int) -> int:
-    """The place after the parenthesis that closes the one at `start`."""
+    """Returns the index after the parenthesis that closes the one at `start`."""
     depth = 0
     for place in range(start, len(line)):
         if line[place] == "(":
@@ -148,19 +150,19 @@ def _type_end(line: str, start: int) -> int:
 
 
 def dimensions(type_: str) -> list[int]:
-    """Sizes of the axes of an array; of the first array of a tuple."""
+    """Returns the shape of an array type, or of the first array of a tuple type."""
     match = ARRAY.search(type_)
     return [int(d.strip("<=")) for d in match[2].split(",") if d] if match else []
 
 
 def elements(type_: str) -> int:
-    """Number of elements of an array."""
+    """Returns the number of elements of an array type."""
     return math.prod(dimensions(type_))
 
 
 @lru_cache(maxsize=65536)
 def type_bytes(type_: str) -> int:
-    """Bytes of a type, without the padding of its layout.
+    """Returns the bytes of a type, without the padding of its layout.
 
     Raises:
         Unsupported: the type of an element is unknown.
@@ -174,7 +176,7 @@ def type_bytes(type_: str) -> int:
 
 
 def tuple_elements(type_: str) -> list[str]:
-    """The types of a tuple's elements; the type itself if it is no tuple."""
+    """Returns the types of the elements of a tuple type; only the type itself if it is not a tuple."""
     if not type_.startswith("("):
         return [type_]
     out, depth, last = list[str](), 0, 1

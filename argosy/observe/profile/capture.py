@@ -1,10 +1,10 @@
-"""A capture of some steps: XLA's trace, the compiled program, and what an independent clock said of the same time.
+"""Captures some steps of a run: XLA's trace, the compiled program, and the wall time by an independent clock.
 
     profile/12/window.json                     first and last step, wall seconds, seconds by cause (data, checkpoint, ...)
     profile/12/process-0.hlo.txt               the optimized program of the step
     profile/12/process-0/plugins/profile/...   what `xprof --logdir=profile/12/process-0` opens
 
-Whoever wants a capture of a running job writes `profile/request.json`; the run answers with the steps that all its processes capture.
+To request a capture of a running job, write `profile/request.json`. The run replies with the steps that all its processes will capture.
 """
 
 import json
@@ -23,14 +23,14 @@ FOLDER, REQUEST, WINDOW = "profile", "request.json", "window.json"
 
 @dataclass(frozen=True)
 class Window:
-    """A capture.
+    """The facts of a capture.
 
-    first, last: steps, both inside.
-    wall_s: seconds from before the data of the first step to the end of the last, by the clock of the process.
-    seconds: of that, by cause; `other` is outside of all causes.
-    devices: number of devices of the process, and their kind.
+    first, last: the first and the last captured step, both inclusive.
+    wall_s: the seconds from before the data of the first step to the end of the last, by the clock of the process.
+    seconds: the seconds of this time by cause; `other` is time outside all causes.
+    devices, kind: the number of devices of the process, and their kind.
     platform: cpu, gpu or tpu.
-    request: the request that it answers; None: settings.
+    request: the request that asked for the capture; None if the settings did.
     """
 
     first: int
@@ -48,15 +48,15 @@ class Window:
 
     @property
     def data_s(self) -> float:
-        """Seconds in which the loop waited for data."""
+        """The seconds in which the loop waited for data."""
         return self.seconds.get("data", 0.0)
 
 
 class Capture:
-    """One capture of this process.
+    """A capture of this process.
 
-    folder: of the capture.
-    process: index of this process.
+    folder: the folder of the capture.
+    process: the rank of this process.
     """
 
     def __init__(self, folder: Path, process: int, clock: Clock):
@@ -77,20 +77,20 @@ class Capture:
 
         self.folder.mkdir(parents=True, exist_ok=True)
         options = jax.profiler.ProfileOptions()
-        # Calls of Python are most of the events on the host, and no table needs them.
+        # Python calls are most of the events on the host, and no table needs them.
         options.python_tracer_level = 0
         options.host_tracer_level = 2
         jax.profiler.start_trace(str(self.trace), profiler_options=options)
         self._before, self._begun = self.clock.shares(), time.perf_counter()
 
     def stop(self, first: int, last: int, request: str | None = None) -> Window:
-        """Ends the capture, and writes it. The devices are idle: the caller has waited for the last step."""
+        """Ends the capture and writes it. The caller must have waited for the last step, so that the devices are idle."""
         import jax
 
         wall, now = time.perf_counter() - self._begun, self.clock.shares()
         jax.profiler.stop_trace()
         spent = {cause: now[cause] - self._before.get(cause, 0.0) for cause in now}
-        # Of this hook itself, which runs between the two times.
+        # The time of this hook itself, which runs between the two times.
         spent.pop(FOLDER, None)
         devices = jax.local_devices()
         spent = {cause: s for cause, s in spent.items() if s > 0}
@@ -100,7 +100,7 @@ class Capture:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a file that readers see whole or not at all."""
+    """Writes a JSON file that readers see completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     part.write_text(json.dumps(value), encoding="utf-8")
@@ -108,10 +108,10 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_window(folder: Path) -> Window:
-    """The window of a capture.
+    """Reads the facts of a capture.
 
     Raises:
-        BadInput: there is no complete capture.
+        BadInput: the folder holds no complete capture.
     """
     try:
         return Window(**json.loads((folder / WINDOW).read_text(encoding="utf-8")))
@@ -120,15 +120,15 @@ def read_window(folder: Path) -> Window:
 
 
 def captures(run: Path) -> list[Path]:
-    """The complete captures of a run, the oldest first."""
+    """Returns the folders of the complete captures of a run, the oldest first."""
     folders = [path.parent for path in (run / FOLDER).glob(f"*/{WINDOW}") if path.parent.name.isdecimal()]
     return sorted(folders, key=lambda path: int(path.name))
 
 
 class Requests:
-    """Requests for captures, as a run sees them: looked for once a second.
+    """Looks once a second for requests for captures of a run.
 
-    Process 0 answers a request with the steps to capture, far enough ahead that every process has seen them.
+    Process 0 replies to a request with the steps to capture. They are far enough ahead that every process has seen the reply before.
     """
 
     def __init__(self, run: Path, process: int, processes: int, now: Callable[[], float] = time.monotonic):
@@ -138,7 +138,8 @@ class Requests:
         self._step_s = 1.0
 
     def window(self, step: int) -> tuple[int, int, str] | None:
-        """The first and the last step to capture, and the request; None: nobody asks. `step`: updates made so far."""
+        """Returns the first and the last step to capture, and the request; None if there is no request. `step`: the number of updates
+        made so far."""
         now = self.now()
         if now - self._looked < 1.0:
             return None
@@ -150,7 +151,7 @@ class Requests:
         except (OSError, ValueError):
             return None
         if "first" not in request and self.process == 0:
-            # Others look once a second, and shared file systems show a file some seconds later.
+            # Other processes look once a second, and shared file systems show a file some seconds later.
             ahead = 1 if self.processes == 1 else 1 + int(10.0 / max(self._step_s, 1e-3))
             request |= {"first": step + ahead, "last": step + ahead + int(request["steps"]) - 1}
             write_json(self.path, request)

@@ -1,7 +1,7 @@
-"""The seconds of a capture by layer, kind and operation, beside the FLOPs and bytes of the compiled program.
+"""Tables of a capture: seconds by layer, kind and operation, with the FLOPs and bytes of the compiled program.
 
-Rows add up to the wall time of the window: what no operation took is the host's, and of that the wait for data is named, because the
-loop's own clock measured it.
+Rows add up to the wall time of the capture. Time without any operation belongs to the host. The part of it in which the loop waited for
+data, as the loop's own clock measured, is a row of its own.
 """
 
 import re
@@ -20,19 +20,19 @@ PASSES = (("transpose(", "backward"), ("rematted_computation", "recomputed"))
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective", "send", "recv")
 MOVES = ("copy", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "pad", "gather", "scatter", "bitcast",
          "reshape")  # fmt: skip
-# Names of scopes that stand for a part of the model; anything else in a path is how JAX came there.
+# The names of scopes that stand for modules of a model. The rest of an operation's path is internal to JAX.
 SCOPES = re.compile(r"^(layers(\.\d+)?|attn|mlp|moe|norm|embed|head|loss|optimizer|attention|router|experts|adapter)$")
 
 
 @dataclass(frozen=True)
 class Row:
-    """Some operations of the window.
+    """A row of a table: a group of operations, per step.
 
-    seconds: of one step.
-    share: of the wall time.
-    flops, bytes: of one step, as the program says; None where it does not.
-    count: executions in one step.
-    example: the operation that took most.
+    seconds: the time of the operations in one step.
+    share: the share of the wall time.
+    flops, bytes: the FLOPs and bytes of one step according to the program, None where unknown.
+    count: the number of executions in one step.
+    example: the operation that took the most time.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Row:
 
     @property
     def intensity(self) -> float | None:
-        """FLOPs a byte: on which side of the roofline's ridge the operation lies."""
+        """The arithmetic intensity in FLOPs per byte, which decides on which side of the roofline's ridge the operations lie."""
         return self.flops / self.bytes if self.flops and self.bytes else None
 
 
@@ -61,8 +61,10 @@ class Row:
 class Profile:
     """The tables of a capture.
 
-    busy_s: seconds of a step in which the device computed.
-    step_s: wall seconds of a step, by the independent clock.
+    step_s: the wall seconds of a step, by the independent clock.
+    busy_s: the seconds of a step in which the device computed.
+    layers, kinds, ops: the rows by layer, by kind and by operation.
+    notes: sentences about the capture for the reader.
     """
 
     window: Window
@@ -76,7 +78,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Operation:
-    """What the program says of an operation: its layer, kind, FLOPs and bytes of one execution."""
+    """An operation of the program: its layer, its kind, and the FLOPs and bytes of one execution."""
 
     layer: str
     kind: str
@@ -85,10 +87,10 @@ class Operation:
 
 
 def profile_of(window: Window, trace: Trace, program: HloModule | None) -> Profile:
-    """The tables of a capture.
+    """Computes the tables of a capture.
 
     Args:
-        program: the compiled step; None: layers are unknown.
+        program: the compiled step. With None, layers, FLOPs and bytes are unknown.
     """
     by_name = {} if program is None else operations(program)
     steps, wall = window.steps, window.wall_s
@@ -135,7 +137,7 @@ def profile_of(window: Window, trace: Trace, program: HloModule | None) -> Profi
 
 
 def operations(program: HloModule) -> dict[str, Operation]:
-    """What the program says of each of its instructions that a trace may name."""
+    """Returns the operations of a program that a trace may name, by name."""
     out: dict[str, Operation] = {}
     for computation in program.computations.values():
         for instruction in computation.instructions:
@@ -150,11 +152,11 @@ def operations(program: HloModule) -> dict[str, Operation]:
 
 
 def layer_of(op_name: str) -> str:
-    """The part of the model in the path that JAX gave an operation, and the pass: `layers.3/attn`, `layers/mlp backward`."""
-    # The name of a jitted function is no scope.
+    """Returns the module of the model in the path that JAX gave an operation, and the pass: `layers.3/attn`, `layers/mlp backward`."""
+    # The name of a jitted function is not a scope.
     inner = re.sub(r"\bp?jit\([^()]*\)", "", op_name)
     parts = [part for part in re.split(r"[/()]", inner) if SCOPES.match(part)]
-    # A scope may repeat: the backward pass has the path of the forward pass inside its own.
+    # A scope may repeat, because the path of the backward pass contains that of the forward pass.
     parts = list(dict.fromkeys(parts))
     path = "/".join(parts[1:] if parts[:1] == ["loss"] and len(parts) > 1 else parts)
     which = next((name for mark, name in PASSES if mark in op_name), "")
@@ -162,7 +164,7 @@ def layer_of(op_name: str) -> str:
 
 
 def operation_kind(program: HloModule, instruction: Instruction) -> str:
-    """The kind of an operation: matrix products, kernels, collectives, moves, reductions, element by element, loops."""
+    """Returns the kind of an operation: matrix products, kernels, collectives, moves, reductions, element by element, loops."""
     opcode = instruction.opcode
     if opcode in ("fusion", "call", "async-start") and not is_container(instruction.name):
         called = [program.computations[name] for _, name in instruction.called() if name in program.computations]
@@ -193,12 +195,12 @@ def _kind(opcode: str) -> str:
 
 
 def _kind_of_name(op: str) -> str:
-    """The kind of an operation that the program's text does not name, by its own name."""
+    """Returns the kind of an operation that the text of the program lacks, judged by its name."""
     return _kind(re.sub(r"[.\d]+$", "", op).removeprefix("wrapped_").replace("_", "-"))
 
 
 def _op_path(program: HloModule, instruction: Instruction) -> str:
-    """The path of an operation; of a fusion without one, that of what it computes."""
+    """Returns the path that JAX gave an operation. For a fusion without a path, returns that of the computation inside."""
     if instruction.op_name:
         return instruction.op_name
     inner = [program.computations[name].root.op_name for _, name in instruction.called() if name in program.computations]
@@ -206,7 +208,7 @@ def _op_path(program: HloModule, instruction: Instruction) -> str:
 
 
 def _flops(program: HloModule, computation: Computation, instruction: Instruction) -> int:
-    """FLOPs of the products of one execution, those inside a fusion too."""
+    """Returns the FLOPs of the products of one execution, including those inside a fusion."""
     if is_container(instruction.name) or instruction.opcode == "while":
         return 0
     flops = products.flops(computation, instruction) or 0
@@ -218,13 +220,13 @@ def _flops(program: HloModule, computation: Computation, instruction: Instructio
 
 
 def _bytes(computation: Computation, instruction: Instruction) -> int:
-    """Bytes of the operands and the result of one execution."""
+    """Returns the bytes of the operands and the result of one execution."""
     operands = [computation.by_name[name] for name in instruction.operands if name in computation.by_name]
     return type_bytes(instruction.type) + sum(type_bytes(operand.type) for operand in operands)
 
 
 def as_document(profile: Profile) -> Mapping[str, object]:
-    """The tables as JSON."""
+    """Returns the tables as a JSON object."""
 
     def rows(of: list[Row]) -> list[dict[str, object]]:
         return [

@@ -1,4 +1,4 @@
-"""The tables of a capture in a terminal and on the report's page."""
+"""Writes the tables of a capture as text, for the terminal and for the report."""
 
 import re
 from collections import defaultdict
@@ -13,7 +13,7 @@ HEAD = ("", "ms a step", "share", "TFLOP/s", "GB/s", "FLOP/B", "runs", "longest"
 
 
 def profile_text(profile: Profile, most: int = MOST) -> str:
-    """The tables as text."""
+    """Returns the tables as text. `most`: the number of rows of each table."""
     window = profile.window
     where = f"{window.devices} x {window.kind}" if window.platform != "cpu" else "CPU"
     idle = profile.step_s - profile.busy_s
@@ -29,7 +29,7 @@ def profile_text(profile: Profile, most: int = MOST) -> str:
 
 
 def findings(profile: Profile) -> list[str]:
-    """What stands out: waiting for data, an idle device, a layer that takes longer than its like."""
+    """Returns sentences about anomalies: waiting for data, an idle device, a layer that takes longer than layers of its kind."""
     out = []
     shares = {row.name: row.share for row in profile.kinds}
     if shares.get(DATA, 0.0) > 0.05:
@@ -51,7 +51,7 @@ def findings(profile: Profile) -> list[str]:
 
 
 def merged_layers(rows: Sequence[Row]) -> list[Row]:
-    """Rows of single layers as one row for each of their parts."""
+    """Merges the rows of all layers to one row per module, such as `layers/attn`."""
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         groups[re.sub(r"layers\.\d+", "layers", row.name)].append(row)
@@ -65,7 +65,7 @@ def merged_layers(rows: Sequence[Row]) -> list[Row]:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """One row as text."""
+    """Returns the cells of a row as text."""
     return (
         row.name,
         f"{1e3 * row.seconds:,.2f}",

@@ -1,7 +1,7 @@
-"""The operations of a capture on one device, each with the seconds that belong to it.
+"""Reads the operations of a capture on one device, and divides the time among them.
 
-A CPU runs several operations of a program at a time, and loops contain theirs; so each instant is shared by the operations that run
-in it and contain none that runs. The seconds of all operations are then the time in which the device was busy.
+A CPU runs several operations of a program at a time, and loops contain operations. So each instant is divided equally among the running
+operations that contain no other running one. The seconds of all operations then add up to the time in which the device was busy.
 """
 
 from collections import defaultdict
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from argosy.core.errors import BadInput
 
-# Lines of a device that repeat what others say: whole steps, whole programs, and copies that run at the side.
+# Lines of a device that are not needed: whole steps, whole programs, and asynchronous copies.
 SUMMARIES = ("Steps", "XLA Modules", "Framework Ops", "Framework Name Scope", "Source code", "Async XLA Ops", "Launch Stats")
 
 
@@ -26,14 +26,15 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """A capture of one device.
+    """The operations of one device in a capture.
 
-    seconds: by operation of the compiled program.
-    counts: how often each ran.
-    busy_s: the time in which any ran.
-    span_s: from the first operation to the end of the last.
-    devices: number of devices in the file; the table is of the first.
+    seconds: the seconds of each operation of the compiled program.
+    counts: the number of executions of each operation.
+    busy_s: the seconds in which any operation ran.
+    span_s: the seconds from the start of the first operation to the end of the last.
+    devices: the number of devices in the file, of which only the first is read.
     module: the name of the program that took most of the time.
+    others: the seconds of each other program.
     """
 
     seconds: Mapping[str, float]
@@ -46,10 +47,10 @@ class Trace:
 
 
 def read_trace(folder: Path) -> Trace:
-    """The capture in a log directory of the profiler.
+    """Reads the capture in a log directory of the profiler.
 
     Raises:
-        BadInput: there is none, or it has no operations of a device.
+        BadInput: there is no capture, or it has no operations of a device.
     """
     import jax
 
@@ -82,9 +83,10 @@ def read_trace(folder: Path) -> Trace:
 
 
 def shared_seconds(spans: Iterable[Span]) -> tuple[dict[str, float], dict[str, int], float]:
-    """Seconds by operation, how often each ran, and the seconds in which any ran.
+    """Divides the time among operations. Returns the seconds and the number of executions of each operation, and the seconds in which
+    any ran.
 
-    An operation that contains another which runs, such as a loop, has no share of that time.
+    An operation, such as a loop, gets no share of the time in which an operation inside it runs.
     """
     ordered = sorted(spans, key=lambda span: (span.start, -span.end))
     edges: list[tuple[float, int, int]] = []
@@ -122,8 +124,8 @@ def shared_seconds(spans: Iterable[Span]) -> tuple[dict[str, float], dict[str, i
 
 
 def _parents(ordered: list[Span]) -> list[int]:
-    """For each span the smallest loop or call that contains it; -1: none. Only those can contain others: two products that overlap
-    run at the same time."""
+    """Returns, for each span, the index of the smallest loop or call that contains it; -1 if there is none. Other operations contain
+    nothing: two products that overlap run at the same time."""
     out: list[int] = []
     open_: list[int] = []
     for number, span in enumerate(ordered):
@@ -135,12 +137,13 @@ def _parents(ordered: list[Span]) -> list[int]:
 
 
 def is_container(op: str) -> bool:
-    """Whether an operation runs others: a loop, a call, a branch."""
+    """Whether an operation (a loop, a call, a branch) contains others."""
     return op.partition(".")[0] in ("while", "call", "conditional", "async-start")
 
 
 def _cpu_spans(lines: list[list[Any]]) -> list[tuple[str, Span]]:
-    """On a CPU an event has the name of an operation of the program; work that goes on in other threads ends with an event `end:`."""
+    """Returns the spans of a CPU, whose events have the names of operations. Work that continues in other threads ends with an event
+    `end: ...`."""
     ends: dict[int, float] = {}
     begins: list[tuple[str, str, int | None, float, float]] = []
     for events in lines:
@@ -163,7 +166,8 @@ def _cpu_spans(lines: list[list[Any]]) -> list[tuple[str, Span]]:
 
 
 def _device_spans(events: Iterable[Any]) -> Iterable[tuple[str, Span]]:
-    """On accelerators an event is a kernel or an operation, with the operation of the program in `hlo_op` or as its name."""
+    """Yields the spans of an accelerator. Its events are kernels or operations, and `hlo_op` or the name of an event is the operation
+    of the program."""
     for event in events:
         if event.duration_ns <= 0:
             continue
