@@ -5,8 +5,8 @@
     layers: z = image and text, one after the other, as `image`
 
 c is an embedding of the time step only. Image and text first go through a few separate layers. Each is padded with a learned token to a
-multiple of 32 tokens. Queries and keys are normalized and rotated by three axes of positions (RoPE). On the first axis, text tokens have
-their index, and all image tokens have the number after their text. The other two axes are the row and the column of image tokens.
+multiple of 32 tokens. Queries and keys are normalized and rotated by three axes of positions (RoPE). On the first axis, text tokens
+have their index, and all image tokens have the number after their text. The other two axes are the row and the column of image tokens.
 Z-Image Team 2025 (arXiv:2511.22699); layers with norms on both sides: NextDiT (arXiv:2406.18583).
 
 B batch, T tokens, D width, F feed-forward, N heads, K key heads, H head size, I numbers of a patch, S width of text states, W sines and
