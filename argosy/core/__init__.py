@@ -1,1 +1,1 @@
-"""What everything stands on. Nothing here imports jax."""
+"""The foundation of all other packages: settings, errors, files, formats, processes. Nothing here imports jax."""

@@ -1,4 +1,4 @@
-"""Names of places: paths of this machine, addresses that fsspec knows, such as gs://BUCKET/RUN, and names of the Hub, hf:OWNER/NAME."""
+"""Distinguishes local paths, URLs that fsspec knows, such as gs://BUCKET/RUN, and names of models on the Hub, hf:OWNER/NAME."""
 
 from pathlib import Path
 
@@ -8,18 +8,17 @@ LOCAL, HUB = "file://", "hf:"
 
 
 def is_address(place: str | Path) -> bool:
-    """Whether this names something that is reached through fsspec, and not a path of this machine."""
+    """Whether this is a URL that is read through fsspec, and not a local path."""
     return "://" in str(place) and not str(place).startswith(LOCAL)
 
 
 def is_hub(place: str | Path | None) -> bool:
-    """Whether this is the name of a model of the Hub (`core.hub.names`)."""
+    """Whether this is the name of a model on the Hub (`core.hub.names`)."""
     return str(place).startswith(HUB)
 
 
 def is_missing(place: str | Path) -> bool:
-    """Whether this is a path of this machine with nothing there. What an address or a name of the Hub names is found out when it is
-    opened."""
+    """Whether this is a local path that does not exist. False for URLs and names of the Hub, which are checked when they are opened."""
     return not is_hub(place) and not is_address(place) and not Path(local_path(place)).exists()
 
 
@@ -27,7 +26,7 @@ def local_path(place: str | Path) -> str:
     """The path in `file:///PATH` or `file://localhost/PATH` (RFC 8089). Anything else is returned as it is.
 
     Raises:
-        BadInput: what follows `file://` is the name of another machine, or nothing.
+        BadInput: after `file://` stands the name of another machine, or nothing.
     """
     if not str(place).startswith(LOCAL):
         return str(place)

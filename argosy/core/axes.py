@@ -1,8 +1,9 @@
-"""The grammar of a row's `how`: the axes of the tensors on both sides, by name, and the array moves that follow from it.
+"""The grammar of the `reading` of a row in `core.keymap`: it names the axes of the tensors on both sides. From this follow the reshapes
+and transposes between them.
 
-One side of a row is a single fused tensor and the other side is its pieces, so the same two functions read every layout in both
-directions with a reshape, a slice and a transpose; the result is a view where possible. `core.keymap` shows the grammar by
-examples. This module knows neither tensor names nor files.
+One side of a row is a single fused tensor, and the other side is its pieces. So two functions convert every layout in both directions,
+with a reshape, a slice and a transpose. The result is a view where possible. `core.keymap` has examples of the grammar. This module
+knows neither tensor names nor files.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
 _TOKEN = re.compile(r"[A-Za-z_]\w*|1\b|[()|]")
 
 Names = tuple[str, ...]
-# The pieces of an axis, each a product of names.
+# The pieces of an axis that is cut. The size of each piece is the product of the sizes of its names.
 Cut = tuple[Names, ...]
 Sizes = Mapping[str, int]
 
 
 class Axes(NamedTuple):
-    """One tensor's axes: each a product of names, of which one may be a `Cut`."""
+    """The axes of one tensor. The size of an axis is the product of the sizes of its names, of which one may be a `Cut`."""
 
     axes: tuple[tuple[str | Cut, ...], ...]
 
@@ -36,11 +37,11 @@ class Axes(NamedTuple):
 
     @property
     def cut(self) -> Cut:
-        """The pieces of the cut axis; a tensor without a cut is one piece."""
+        """The pieces of the axis that is cut; empty if no axis is cut."""
         return next((leaf for leaf in self.leaves if isinstance(leaf, tuple)), ())
 
     def names(self, piece: int = 0) -> Names:
-        """All axis names in order, with the names of one piece in place of the cut."""
+        """All axis names in order. The names of the piece with this index replace the cut."""
         return tuple(name for leaf in self.leaves for name in (leaf[piece] if isinstance(leaf, tuple) else (leaf,)))
 
     def shape(self, sizes: Sizes) -> Shape:
@@ -70,7 +71,7 @@ def _axes(text: str) -> Axes:
 
 
 def _axis(tokens: list[str]) -> list[str | Cut]:
-    """Takes the next axis from the tokens and resolves its parentheses."""
+    """Removes the tokens of the next axis from `tokens`, and parses them."""
     token = tokens.pop(0)
     if token in ")|":
         raise ValueError(f"`{token}` outside of parentheses")
@@ -95,7 +96,7 @@ def _axis(tokens: list[str]) -> list[str | Cut]:
 
 
 class Rearrangement(NamedTuple):
-    """Both sides of a row. One side is a single fused tensor, the other side its pieces."""
+    """The axes of the tensors on both sides of a row. One side is a single fused tensor, and the other side is its pieces."""
 
     left: tuple[Axes, ...]
     right: tuple[Axes, ...]
@@ -106,7 +107,7 @@ class Rearrangement(NamedTuple):
         return Rearrangement(tuple(map(_axes, left.split(","))), tuple(map(_axes, right.split(","))))
 
     def check(self, sizes: Sizes) -> None:
-        """Raises ValueError unless each piece has the same names on both sides, none twice, all with a size."""
+        """Raises ValueError unless each piece has the same names on both sides, each name once, and all names have a size."""
         one_sided, parts = (self.left, self.right) if len(self.left) == 1 else (self.right, self.left)
         fused, *more = one_sided
         if more or any(part.cut for part in parts) or max(1, len(fused.cut)) != len(parts):
@@ -122,7 +123,13 @@ class Rearrangement(NamedTuple):
 def move(
     arrays: Sequence[np.ndarray], source: Sequence[Axes], target: Sequence[Axes], i: int, sizes: Sizes
 ) -> np.ndarray:
-    """The `i`-th tensor of the target side, made from all tensors of the source side."""
+    """Makes the `i`-th tensor of the target side from all tensors of the source side.
+
+    Args:
+        arrays: the tensors of the source side.
+        source, target: the axes of the tensors on each side.
+        sizes: the sizes of the axes by name.
+    """
     if len(source) == 1:
         return _piece(arrays[0], source[0], i, target[i], sizes)
     return _fused(arrays, source, target[0], sizes)

@@ -1,4 +1,4 @@
-"""Where Argosy keeps what it can make again, and a lock for those who make it."""
+"""The folder of Argosy's caches, a limit on their size, and a lock between processes that write to them."""
 
 import os
 import time
@@ -10,7 +10,7 @@ from argosy.core.progress import Say
 
 
 def cache_home() -> Path | None:
-    """`argosy` under $XDG_CACHE_HOME, or under ~/.cache; None if this user has no home directory."""
+    """The folder of caches: `argosy` under $XDG_CACHE_HOME, or else under ~/.cache; None if this user has no home directory."""
     if folder := os.environ.get("XDG_CACHE_HOME"):
         return Path(folder) / "argosy"
     try:
@@ -21,7 +21,8 @@ def cache_home() -> Path | None:
 
 @contextmanager
 def file_lock(lock: Path, say: Say) -> Iterator[None]:
-    """Held by one process at a time, by a lock on this file that ends with the process. Says so if it must wait."""
+    """A context manager that one process at a time can enter. It locks a file, and the lock ends with the process. `say` is called if
+    it has to wait."""
     import fcntl
 
     lock.parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +36,7 @@ def file_lock(lock: Path, say: Say) -> Iterator[None]:
 
 
 def most_bytes() -> int:
-    """The size to which the cache of compiled programs is reduced: $ARGOSY_CACHE_GB in 1e9 bytes, or 20."""
+    """The limit of the cache of compiled programs, in bytes: $ARGOSY_CACHE_GB in units of 1e9 bytes, or else 20e9."""
     try:
         return int(float(os.environ.get("ARGOSY_CACHE_GB", "")) * 1e9)
     except ValueError:
@@ -43,10 +44,10 @@ def most_bytes() -> int:
 
 
 def bound_cache(folder: Path, most: int, every_s: float = 86_400.0) -> int:
-    """Removes the files of a folder that were not used for longest until the rest has at most so many bytes. Returns the bytes removed.
+    """Removes the least recently used files of a folder until the rest has at most `most` bytes. Returns the number of removed bytes.
 
     Args:
-        every_s: looks only if nobody has for so many seconds: a listing of thousands of files takes a while.
+        every_s: does nothing if the folder was checked in the last `every_s` seconds, because listing thousands of files takes a while.
     """
     stamp = folder / ".bounded"
     try:
@@ -55,10 +56,10 @@ def bound_cache(folder: Path, most: int, every_s: float = 86_400.0) -> int:
         stamp.touch()
         about = [(path, path.stat()) for path in folder.iterdir() if path.is_file() and path != stamp]
     except OSError:
-        # A cache that cannot be looked at costs nothing else.
+        # A cache that cannot be listed is no reason to fail.
         return 0
     remaining, removed = sum(stat.st_size for _, stat in about), 0
-    # Whichever is later: file systems may not write the time of reading.
+    # The later of both times counts, because some file systems do not store the time of access.
     for path, stat in sorted(about, key=lambda entry: max(entry[1].st_atime, entry[1].st_mtime)):
         if remaining <= most:
             break
@@ -71,7 +72,8 @@ def bound_cache(folder: Path, most: int, every_s: float = 86_400.0) -> int:
 
 
 def clear_cache(folder: Path) -> tuple[int, int]:
-    """Removes the files of a folder, and returns how many and their bytes. A program that runs keeps what it has read."""
+    """Removes all files of a folder. Returns the number of removed files, and their size in bytes. A running program keeps what it has
+    read."""
     count = removed = 0
     for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
         try:

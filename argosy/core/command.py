@@ -1,4 +1,4 @@
-"""How the user runs Argosy, for hints, next steps and reports."""
+"""The commands by which the user runs Argosy and installs packages, for hints and reports."""
 
 import os
 from pathlib import Path
@@ -22,7 +22,7 @@ def install_package(name: str, options: str = "") -> str:
 def install_extra(extra: str) -> str:
     """The command that installs an extra of Argosy into the environment of this process.
 
-    A checkout is installed from its folder, since packages of this name elsewhere are not this one.
+    A checkout is installed from its folder, because a package with this name in a registry would be another one.
     """
     if not (ROOT / "pyproject.toml").is_file():
         return install_package(f"argosy[{extra}]")

@@ -1,13 +1,13 @@
 """The names of axes, and the letters that stand for them in equations and shapes.
 
-A weight's equation, "BTD,DNH->BTNH", therefore fixes its logical axes; `parallel.rules` maps those to a mesh. A letter is short for a
-name within one file. Most files use the letters below; one that needs others has a legend of its own, and gives it to its weights.
-Whoever acts on weights from outside (sharding, adapters, scales, optimizers) asks for names, or for a property of the contraction.
+So the equation of a weight, "BTD,DNH->BTNH", fixes its logical axes, and `parallel.rules` maps these to a mesh. A letter is short for a
+name within one file. Most files use the letters below. A file that needs others has its own legend, and passes it to its weights. Code
+that handles weights of all models (sharding, adapters, scales, optimizers) uses the names, or a property of the contraction.
 """
 
 from collections.abc import Iterable
 
-# Letters of one file that stand for other axes than in `LEGEND`: pairs of a letter and a name.
+# The letters that stand for other axes in one file than in `LEGEND`, as pairs of a letter and a name.
 Legend = tuple[tuple[str, str], ...]
 
 LEGEND: dict[str, str] = {
@@ -26,17 +26,17 @@ LEGEND: dict[str, str] = {
     "M": "expert_ffn",
     "X": "rows",  # tokens sorted by expert
     "R": "latent",  # latent attention: rank of keys and values
-    "Q": "query_latent",  # and of queries
-    "P": "rotary",  # the part of a head that rope turns, where it is apart
-    "C": "query_head",  # a head of both parts, H + P
+    "Q": "query_latent",  # latent attention: rank of queries
+    "P": "rotary",  # the dimensions of a head that rope rotates, if they are separate from the others
+    "C": "query_head",  # a head with both kinds of dimensions, H + P
     "A": "positions",  # rows of a learned position embedding
-    "Y": "token_types",  # rows of a learned embedding of which of two texts a token is of
-    "O": "pooled",  # what an encoder's pooler makes of a sequence
-    "W": "conv",  # taps of a short convolution
-    "I": "index_heads",  # of the index of sparse attention
-    "J": "index",  # and their size
+    "Y": "token_types",  # rows of a learned token type embedding (which of two texts a token belongs to)
+    "O": "pooled",  # the output of an encoder's pooler
+    "W": "conv",  # kernel size of a short convolution
+    "I": "index_heads",  # heads of the index of sparse attention
+    "J": "index",  # size of such a head
     "L": "layers",
-    "Z": "scores",  # of a head that scores sequences instead of predicting tokens
+    "Z": "scores",  # outputs of a head that scores sequences instead of predicting tokens
 }
 
 # Axes along which rows are looked up; no product sums over them.
@@ -44,6 +44,6 @@ LOOKED_UP = frozenset(("vocab", "positions", "token_types", "classes"))
 
 
 def named_axes(letters: Iterable[str], legend: Legend = ()) -> tuple[str, ...]:
-    """The names of axes, from their letters; a letter without a name stands for itself."""
+    """The names of axes by their letters. A letter that is in no legend is its own name."""
     names = dict(legend)
     return tuple(names.get(letter) or LEGEND.get(letter, letter) for letter in letters)

@@ -11,7 +11,7 @@
     ├── Final                   it failed, and would fail again from the same checkpoint
     └── FailedElsewhere         it failed in another process of the same run, which reports it
 
-Printed as `error: WHAT`, the place on an indented line, a blank line, then `hint: FIX`: at most five lines each.
+An error is printed as `error: WHAT`, an indented line with the place, a blank line, and `hint: FIX`: at most five lines each.
 """
 
 import os
@@ -36,9 +36,9 @@ class ArgosyError(Exception):
 
 
 class UserError(ArgosyError):
-    """The user's mistake, found before work began.
+    """A mistake of the user, found before any work began.
 
-    good: the root's settings that have no mistakes, by name, if settings were read.
+    good: the top-level settings that have no mistakes, by name, if settings were read.
     """
 
     exit_code = 2
@@ -58,14 +58,15 @@ class Damaged(ArgosyError):
     """Bytes that differ from what was written."""
 
 
-# Set by whoever starts failed processes again; the exit code by which they are told not to (EX_DATAERR).
+# The environment variable that a supervisor sets if it restarts failed processes, and the exit code that tells it not to restart
+# (EX_DATAERR).
 SUPERVISED, FINAL = "ARGOSY_SUPERVISED", 65
-# How often this process was started before.
+# The environment variable with the number of earlier starts of this process.
 ATTEMPT = "ARGOSY_ATTEMPT"
 
 
 class Final(ArgosyError):
-    """It failed, and would fail again from the same checkpoint."""
+    """A failure that would occur again after a restart from the same checkpoint."""
 
     @property
     def exit_code(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -79,7 +80,8 @@ class Unsupported(ArgosyError):
 class Busy(ArgosyError):
     """Another process holds a file or directory that this one needs.
 
-    Commands that were started again keep trying: the process that holds it may be one of their own, which is about to end.
+    A restarted command keeps trying, because the process that holds the file may be an earlier start of this command, which is about to
+    end.
     """
 
     @property
@@ -88,7 +90,7 @@ class Busy(ArgosyError):
 
 
 class FailedElsewhere(ArgosyError):
-    """It failed in another process of the same run. That one reports it; this one only ends, with the same exit code."""
+    """A failure in another process of the same run. The other process reports it. This process only ends, with the same exit code."""
 
     def __init__(self, what: str, exit_code: int = 1):
         super().__init__(what)
@@ -106,7 +108,7 @@ class UnknownName(UserError, KeyError):
 
 
 class SettingsError(UserError):
-    """Every mistake in the settings at once."""
+    """All mistakes in the settings, reported together."""
 
     def __init__(self, problems: Sequence[UserError], good: Mapping[str, Any] | None = None):
         self.problems = list(problems)
@@ -118,12 +120,12 @@ class SettingsError(UserError):
 
 
 def problems_of(error: UserError) -> list[UserError]:
-    """The mistakes that an error reports: its own, or those it lists."""
+    """The mistakes that an error reports: those that a SettingsError lists, or the error itself."""
     return error.problems if isinstance(error, SettingsError) else [error]
 
 
 def mistakes_of(*checks: Callable[[], object]) -> list[UserError]:
-    """Runs every check, also after one that failed, and returns the mistakes of all of them."""
+    """Runs every check, also after one has failed, and returns all mistakes."""
     problems: list[UserError] = []
     for check in checks:
         try:
@@ -134,17 +136,17 @@ def mistakes_of(*checks: Callable[[], object]) -> list[UserError]:
 
 
 def raise_mistakes(mistakes: Sequence[UserError]) -> None:
-    """Raises the mistakes at once; a single one as it is.
+    """Raises all mistakes as one error, or a single mistake unchanged. Does nothing if there are none.
 
     Raises:
-        UserError: there are any.
+        UserError: there are mistakes.
     """
     if mistakes:
         raise mistakes[0] if len(mistakes) == 1 else SettingsError(mistakes)
 
 
 def complaint(error: Exception) -> str:
-    """The first line of any exception's message, for quoting it in an `ArgosyError`."""
+    """The first line of an exception's message, to be quoted in an `ArgosyError`."""
     if isinstance(error, ArgosyError):
         return error.what.splitlines()[0]
     if (errors := getattr(error, "errors", None)) is not None:  # a validation's
@@ -154,23 +156,24 @@ def complaint(error: Exception) -> str:
 
 
 def some(names: Iterable[str], most: int = 4, between: str = ", ") -> str:
-    """The first few of a list, and how many more there are."""
+    """The first `most` names of a list as text, and the number of further names."""
     listed = list(names)
     return between.join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
 
 
 def close_name(name: str, known: Iterable[str]) -> str | None:
-    """A hint: the known name that a wrong one is nearly equal to; None if there is none."""
+    """A hint with the known name that is similar to a wrong one; None if no name is similar."""
     close = get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"did you mean `{close[0]}`?" if close else None
 
 
 def nearest(name: str, known: Iterable[str], most: int = 12, all_names: str | None = None) -> str | None:
-    """A hint: the known name closest to a wrong one, or the known names, the most similar first, if none is close.
+    """A hint with the known name that is similar to a wrong one. If no name is similar, the hint lists known names, or the `most` most
+    similar of them. None: there are no known names.
 
     Args:
-        most: how many names are listed.
-        all_names: the command that lists the others too.
+        most: the largest number of names to list.
+        all_names: a command that lists all names, to be mentioned in the hint.
     """
     known = list(dict.fromkeys(known))
     if close := close_name(name, known):

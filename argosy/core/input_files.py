@@ -1,6 +1,6 @@
-"""Files that are read: of this machine, or at any address that fsspec knows (`s3://`, `gs://`, `https://`, `hf://`, `memory://`).
+"""Reads local files, and files at any URL that fsspec knows (`s3://`, `gs://`, `https://`, `hf://`, `memory://`).
 
-A file is opened for random access, and its size is known without reading it. This module knows nothing of what files hold.
+A file is opened for random access, and its size is known without reading it. This module does not know what files hold.
 """
 
 import os
@@ -24,7 +24,7 @@ RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 class InputFile:
     """A file to read.
 
-    place: its path or address, as it was given.
+    place: the local path or URL of the file.
     """
 
     def __init__(self, place: "str | Path | InputFile"):
@@ -47,12 +47,12 @@ class InputFile:
 
     @property
     def name(self) -> str:
-        """The last part of its path, without the query of an address."""
+        """The last part of the path, without the query of a URL."""
         return self.place.rpartition("/")[2].partition("?")[0] if not self.is_local else Path(self.place).name
 
     @property
     def path(self) -> Path:
-        """Its path on this machine."""
+        """The local path. Only for local files."""
         return Path(self.place)
 
     @cached_property
@@ -61,14 +61,15 @@ class InputFile:
 
     @property
     def full_place(self) -> str:
-        """Its path, or its address as its store writes it: files below a folder begin with the folder's."""
+        """The local path, or the URL in the form of its file system, in which the URLs of files below a folder begin with that of the
+        folder."""
         if self.is_local:
             return self.place
         files, address = self._remote
         return files.unstrip_protocol(address)
 
     def open(self) -> BinaryIO:
-        """Its bytes, for random access.
+        """Opens the file for random access to its bytes.
 
         Raises:
             BadInput: there is no such file, or it cannot be read.
@@ -91,10 +92,10 @@ class InputFile:
 
     @property
     def size_bytes(self) -> int:
-        """Its size in bytes.
+        """The size of the file in bytes.
 
         Raises:
-            BadInput: there is no such file, or its server does not say.
+            BadInput: there is no such file, or its server does not tell the size.
         """
         with reading(self.place):
             size = self.path.stat().st_size if self.is_local else self._remote[0].size(self._remote[1])
@@ -104,7 +105,7 @@ class InputFile:
 
     @property
     def modified_ns(self) -> int:
-        """When it was modified; 0 where its store does not say."""
+        """The modification time in ns since 1970; 0 if the file system does not tell it."""
         with reading(self.place):
             if self.is_local:
                 return self.path.stat().st_mtime_ns
@@ -114,13 +115,16 @@ class InputFile:
                 return 0
 
     def sibling(self, name: str) -> "InputFile":
-        """The file of another name in the same folder."""
+        """The file with this name in the same folder."""
         return InputFile(f"{self.place.rpartition('/')[0]}/{name}" if not self.is_local else self.path.with_name(name))
 
 
 @contextmanager
 def reading(where: str):
-    """Turns errors of the operating system, and of the client of a remote store, into ours.
+    """A context manager that converts errors of the operating system, and of the client of a remote file system.
+
+    Args:
+        where: the path or URL that is read, for errors.
 
     Raises:
         BadInput: a file cannot be read.
@@ -141,15 +145,15 @@ def reading(where: str):
 
 
 def has_wildcards(place: str) -> bool:
-    """Whether a place is a pattern: with wildcards, or with a range such as `{000..010}`."""
+    """Whether a path or URL is a pattern, with wildcards or with a range such as `{000..010}`."""
     return any(character in place for character in WILDCARDS) or RANGE.search(place) is not None
 
 
 def matching_files(place: str) -> list[InputFile]:
-    """The files that a pattern matches, sorted by their paths; those of a range in its order.
+    """The files that a pattern matches, sorted by path, or in the order of a range such as `{000..010}`.
 
     Raises:
-        BadInput: a file of a range is not there.
+        BadInput: a file of a range does not exist.
     """
     if (match := RANGE.search(place)) is not None:
         first, last = match.groups()
@@ -168,7 +172,7 @@ def matching_files(place: str) -> list[InputFile]:
 
 
 def files_below(folder: InputFile, is_wanted: Callable[[str], bool]) -> list[InputFile]:
-    """The files below a folder whose names are wanted, sorted by their relative paths; hidden ones are not."""
+    """The files below a folder whose names pass `is_wanted`, sorted by relative path, without hidden files and folders."""
     if folder.is_local:
         root = folder.path
         paths = [path for path in root.rglob("*") if path.is_file()]
@@ -183,7 +187,7 @@ def files_below(folder: InputFile, is_wanted: Callable[[str], bool]) -> list[Inp
 
 
 def common_folder(files: Iterable[InputFile]) -> str:
-    """The path or address of the deepest folder that holds all of these files."""
+    """The path or URL of the deepest folder that contains all of these files."""
     parents = [file.place.rpartition("/")[0] if not file.is_local else str(file.path.parent) for file in files]
     if any(is_address(parent) for parent in parents):
         columns = takewhile(lambda parts: len(set(parts)) == 1, zip(*(parent.split("/") for parent in parents)))

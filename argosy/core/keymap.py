@@ -1,14 +1,14 @@
-"""The table that maps tensor names of other formats to ours, readable in both directions.
+"""Tables that map the tensors of other formats to the weights of Argosy models, for reading and for writing.
 
-A row is (name or names, path or paths, reading). "Theirs" are the tensors of a Hub folder or GGUF file, "ours" those of an
-Argosy model:
+A row has the name or names, the path or paths, and the reading. "Their" tensors are those of a Hub folder or GGUF file, and "our"
+tensors those of an Argosy model:
 
-    Row("model.embed_tokens.weight", "embed.w", "V D -> V D")
-    Row("model.layers.{l}.self_attn.q_proj.weight", "layers.{l}.attn.q.w", "(N H) D -> D N H", layers=range(32))
+    KeyRow("model.embed_tokens.weight", "embed.w", "V D -> V D")
+    KeyRow("model.layers.{l}.self_attn.q_proj.weight", "layers.{l}.attn.q.w", "(N H) D -> D N H", layers=range(32))
 
-`reading` gives the axes of each tensor by name, theirs on the left, ours on the right. (A B) is one axis of A times B entries, B
-varying fastest; 1 is an axis of one entry. Several tensors on one side, separated by commas, are the pieces of the single tensor
-on the other side, cut along the axis that is written with bars:
+`reading` names the axes of each tensor, theirs on the left and ours on the right. (A B) is one axis of A times B entries, in which B
+varies fastest. 1 is an axis of one entry. Several tensors on one side, separated by commas, are the pieces of the single tensor on the
+other side. The axis along which it is cut is written with bars:
 
     "((N|K|K) H) D -> D N H, D K H, D K H"      fused q, k, v; "(N H|K H|K H) D -> ..." says the same
     "(N (H|U)) R -> R N H, R N U"               cut inside each head: DeepSeek's kv_b
@@ -16,11 +16,12 @@ on the other side, cut along the axis that is written with bars:
     "F D, F D -> D (F|F)"                       two of theirs in one of ours
     "(N P two) D -> D N (two P)"                rotary pairs that llama.cpp keeps side by side, back to halves
 
-`{e}` in their name means that they store one tensor per expert where ours has the axis E: "M D -> E D M".
+`{e}` in their name means that they store one tensor per expert, while our tensor has the axis E: "M D -> E D M".
 
-Our tensors are per layer here; layers are never stacked while reading. Tensors are read as views where possible. Where E is the
-leading axis of our tensor, a single expert can be read or written without the others: all experts of one DeepSeek-V3 tensor take
-15 GB. This module knows neither files nor families: tensors come from any `formats.TensorReader`, rows and sizes from `models`.
+Our tensors are per layer here, and layers are never stacked while reading. Tensors are read as views where possible. If E is the
+leading axis of our tensor, a single expert can be read or written without the others, because all experts of one DeepSeek-V3 tensor
+take 15 GB. This module knows neither files nor families: tensors come from any `formats.TensorReader`, and rows and sizes from
+`models`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from argosy.core.formats import Parted, Shape, TensorEntry, TensorReader, proble
 if TYPE_CHECKING:
     import numpy as np
 
-# A buffer computed from the config, stored in folders written before 2023.
+# Patterns of their tensors that are ignored: a buffer that follows from the config, in folders written before 2023.
 IGNORED = ("*rotary_emb.inv_freq",)
 
 T = TypeVar("T")
@@ -49,14 +50,15 @@ T = TypeVar("T")
 class KeyRow:
     """One line of the table.
 
-    names: of the tensors in a Hub folder or GGUF file.
-    paths: of the weights of an Argosy model.
-    reading: how the tensors on one side become those on the other.
-    layers: the layers that `{l}` in names and paths stands for; None: there is no `{l}`.
-    optional: the tensors may be absent, all of them together; the weights are then not filled.
-    tied_to: a second name of the same tensor. If present, it must be equal byte for byte.
+    names: the names of the tensors in a Hub folder or GGUF file.
+    paths: the paths of the weights in an Argosy model.
+    reading: the axes of the tensors on both sides, in the grammar of this module.
+    layers: the numbers of layers that replace `{l}` in names and paths; None: there is no `{l}`.
+    optional: whether the tensors may be absent, all of them together. The weights are then not filled.
+    tied_to: a second name under which the same tensor may be stored. If it is present, the bytes must be equal.
     copies: further names under which the same tensor is also written.
-    scales: the entry of `quants.SCALED` that combines two tensors, of values and of scales, into the weight; such rows are read only.
+    scales: the key in `quants.SCALED` of the function that combines two tensors, values and scales, to the weight. Such rows can only
+        be read.
     """
 
     names: str | tuple[str, ...]
@@ -77,9 +79,9 @@ class _Group:
     """A row at one layer: the tensors that are read and written together."""
 
     row: KeyRow
-    # For one expert, if they store one tensor per expert.
+    # The axes of the tensors of one expert, if they store one tensor per expert.
     reading: Rearrangement
-    # For each tensor on the left, its name for each expert.
+    # For each tensor on the left, the names of the tensors of all experts, or its only name.
     sources: tuple[Names, ...]
     paths: Names
     # Further names under which the same tensor may be stored.
@@ -93,8 +95,7 @@ class _Group:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether experts are the leading axis of every matrix on both sides: one expert is then read like a tensor of its
-        own."""
+        """Whether experts are the leading axis of every tensor on both sides. One expert can then be read like a separate tensor."""
         sides = (*self.reading.left, *self.reading.right)
         lead = all(len(part.axes) > 2 and part.axes[0] == ("E",) for part in sides)
         return lead and self.expert_axes is None and not self.tied
@@ -121,7 +122,7 @@ class _Group:
         return {path: tuple(shape) for path, shape in zip(self.paths, shapes)}
 
     def of_expert(self, arrays: Sequence[np.ndarray], e: int) -> list[np.ndarray]:
-        """One expert's part of our tensors, which hold all experts."""
+        """The part of one expert in our tensors, which hold all experts."""
         import numpy as np
 
         return [np.moveaxis(x, axis, 0)[e] for x, axis in zip(arrays, self.expert_axes or ())]
@@ -150,7 +151,7 @@ def _filled(name: str, layer: int | None, expert: int | None = None) -> str:
 
 
 def _one_expert(reading: Rearrangement) -> tuple[Rearrangement, tuple[int, ...]]:
-    """How one expert's tensors are read, and which axis of each of our tensors counts the experts."""
+    """The reading for the tensors of one expert, and for each of our tensors the index of the axis E."""
     if any(("E",) not in part.axes for part in reading.right):
         raise ValueError("{e} on the left needs an axis E on the right")
     expert_axes = tuple(part.axes.index(("E",)) for part in reading.right)
@@ -176,8 +177,13 @@ def _check_row(row: KeyRow, theirs: Names, ours: Names, reading: Rearrangement) 
 
 
 class MappedTensor(NamedTuple):
-    """One of our tensors as its row describes it: its path with `{l}`, its axis names, its size in numbers, its number of
-    layers."""
+    """One of our tensors, as its row describes it.
+
+    path: the path, with `{l}` for the layer.
+    axes: the names of the axes.
+    size: the number of entries in one layer.
+    layers: the number of layers.
+    """
 
     path: str
     axes: Names
@@ -186,7 +192,7 @@ class MappedTensor(NamedTuple):
 
 
 def filled_tensors(rows: Iterable[KeyRow], sizes: Sizes) -> Iterator[MappedTensor]:
-    """The tensors that rows fill, without expanding layers or experts: fast for the largest models too."""
+    """Yields our tensors that rows fill, without expanding layers or experts, so that it is fast for the largest models too."""
     for row in rows:
         ours = (row.paths,) if isinstance(row.paths, str) else row.paths
         for path, part in zip(ours, Rearrangement.parse(row.reading).right, strict=True):
@@ -197,10 +203,15 @@ def filled_tensors(rows: Iterable[KeyRow], sizes: Sizes) -> Iterator[MappedTenso
 
 
 class KeyMap:
-    """A table of rows at given sizes.
+    """A table of rows for a model of given sizes.
+
+    Args:
+        rows: the rows.
+        sizes: the sizes of the axes by name.
+        ignore: patterns of their names that are ignored.
 
     Raises:
-        ValueError: an invalid row, or a name or path that appears in two rows.
+        ValueError: a row is invalid, or a name or path is in two rows.
     """
 
     def __init__(self, rows: Iterable[KeyRow], sizes: Sizes, ignore: Sequence[str] = IGNORED):
@@ -227,18 +238,21 @@ class KeyMap:
         return self._by_path[path][0].our_shapes(self.sizes)[path]
 
     def is_scaled(self, path: str) -> bool:
-        """Whether our tensor is computed from values and scales, and so is float32."""
+        """Whether our tensor is computed from values and scales, so that it is float32."""
         return self._by_path[path][0].row.scales is not None
 
     def ours_of(self, names: Iterable[str]) -> dict[str, Names]:
-        """For each of their names that is in a row, the paths of our tensors made from it."""
+        """For each of their names that is in a row, the paths of our tensors that are made from it."""
         return {name: self._by_name[name].paths for name in names if name in self._by_name}
 
     def plan(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, Shape]:
-        """The weights of ours that these tensors of theirs fill, by path, with their shapes.
+        """The shapes, by path, of our weights that their tensors fill.
+
+        Args:
+            shapes: the shapes of their tensors by name.
 
         Raises:
-            BadInput: lists everything missing, unexpected and of the wrong shape.
+            BadInput: tensors are missing, unexpected or of a wrong shape. The message lists all of them.
         """
         expected = [(group.their_shapes(self.sizes), group.row.optional) for group in self._groups]
         tied = [({name: group.reading.left[0].shape(self.sizes)}, True) for name, group in self._tied.items()]
@@ -248,10 +262,10 @@ class KeyMap:
         return {path: shape for group in present for path, shape in group.our_shapes(self.sizes).items()}
 
     def read(self, reader: TensorReader, path: str) -> np.ndarray:
-        """Our tensor at `path`, from theirs: a view where axes are only permuted, otherwise a new array.
+        """Reads our tensor at `path` from theirs. The result is a view if axes are only permuted, otherwise a new array.
 
         Raises:
-            BadInput: a tensor is missing or has the wrong shape (`plan` reports all of them at once), parts have different types,
+            BadInput: a tensor is missing or has a wrong shape (`plan` reports all such tensors together), pieces have different types,
                 or a tied tensor differs.
         """
         import numpy as np
@@ -272,11 +286,12 @@ class KeyMap:
         return out
 
     def is_apart(self, path: str) -> bool:
-        """Whether `read_part` can read our tensor at `path` expert by expert."""
+        """Whether `read_part` can read a single expert of our tensor at `path`."""
         return self._by_path[path][0].is_apart
 
     def read_part(self, reader: TensorReader, path: str, e: int) -> np.ndarray:
-        """One expert of our tensor at `path`, which must be `is_apart`; reads only that expert's data. Raises as `read`."""
+        """Reads expert `e` of our tensor at `path`, and only the data of this expert. `is_apart(path)` must be True. Raises as
+        `read`."""
         group, i = self._by_path[path]
         expected = group.their_shapes(self.sizes, e)
         _check_fit([(expected, False)], _shapes(reader, expected))
@@ -287,12 +302,12 @@ class KeyMap:
         return weight[0] if group.is_stacked else weight
 
     def inverse(self, weights: TensorReader) -> Iterator[TensorEntry]:
-        """Their tensors made from ours, as entries for `safetensors.write_folder`. Each of ours is read when its entry is
+        """Yields their tensors, made from ours, as entries for `safetensors.write_folder`. Our tensors are read when an entry is
         written.
 
         Raises:
-            BadInput: lists everything missing, unexpected and of the wrong shape; or parts have different types.
-            Unsupported: rows with scales, which can only be read.
+            BadInput: weights are missing, unexpected or of a wrong shape (the message lists all of them), or pieces have different
+            types. Unsupported: a row has scales, so it can only be read.
         """
         expected = [(group.our_shapes(self.sizes), group.row.optional) for group in self._groups]
         shapes = {path: weights.shape(path) for path in weights.names}
@@ -333,8 +348,8 @@ class KeyMap:
 
 
 class _ReadCache:
-    """Holds our tensors of one group at a time (or one expert of them, where possible), so that a tensor from which several of
-    theirs are cut is read once."""
+    """Caches our tensors of one group at a time, or of one expert if possible, so that a tensor that is cut into several of theirs is
+    read once."""
 
     def __init__(self, ours: TensorReader):
         self.ours, self.is_parted = ours, isinstance(ours, Parted)
@@ -351,7 +366,7 @@ class _ReadCache:
 
     def _read(self, group: _Group, e: int | None) -> list[np.ndarray]:
         if self.key != (group, e):
-            # Frees the arrays before the next are read.
+            # The old arrays are freed before the next are read.
             self.key, self.arrays = None, []
             self.arrays = [self.ours.read(p) if e is None else read_part(self.ours, p, e) for p in group.paths]
             self.key = group, e
@@ -359,8 +374,8 @@ class _ReadCache:
 
 
 def _sources(reader: TensorReader, group: _Group, e: int | None = None) -> list[np.ndarray]:
-    """Their tensors in the shapes that the left side of the row describes. With `e`, those of one expert: its own tensors, or one
-    entry of a stack."""
+    """Reads their tensors in the shapes of the left side of the row. With `e`, reads only those of one expert: its separate tensors, or
+    its entry in stacked tensors."""
     from argosy.core.formats.quants import SCALED
 
     if e is not None and group.is_stacked:
@@ -376,7 +391,7 @@ def _sources(reader: TensorReader, group: _Group, e: int | None = None) -> list[
 
 
 def _shapes(reader: TensorReader, names: Iterable[str]) -> dict[str, Shape]:
-    """The shapes of those names that exist."""
+    """The shapes of the tensors with these names that exist."""
     return {name: reader.shape(name) for name in names if name in reader.names}
 
 
@@ -409,8 +424,13 @@ def _check_fit(
     ignored: Iterable[str] = (),
     hint: str | None = None,
 ) -> None:
-    """Raises BadInput listing everything missing, unexpected and of the wrong shape. An optional group may be missing
-    entirely."""
+    """Raises BadInput if tensors are missing, unexpected or of a wrong shape, with a list of them.
+
+    Args:
+        groups: (expected shapes by name, whether the group is optional). An optional group may be missing completely.
+        shapes: the shapes of the existing tensors by name.
+        ignored: the names of tensors that may exist.
+    """
     missing, misshapen, known_names = [], [], set(ignored)
     for expected, optional in groups:
         known_names |= expected.keys()

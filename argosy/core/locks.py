@@ -1,4 +1,4 @@
-"""Who holds a run: one process at a time, by a lock of the kernel or a lease that is renewed (`Store.lock`)."""
+"""Locks that give one process at a time exclusive access to a run: a kernel lock, or a lease that is renewed (`Store.lock`)."""
 
 import json
 import os
@@ -22,7 +22,7 @@ SETTLE_S = 0.5
 
 
 class Lock(Protocol):
-    """Exclusive access to a directory, until it is released or the process ends. Also a context manager."""
+    """Exclusive access to a directory, until `release` is called or the process ends. It is also a context manager."""
 
     def release(self) -> None: ...
 
@@ -50,7 +50,8 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 class KernelLock:
-    """A kernel lock on a file. Only its holder may remove it, with its folder; two processes never lock two files of one name."""
+    """A kernel lock on a file. Only the holder may remove the file, together with its folder. So two processes can never lock two
+    different files with the same name."""
 
     _open_locks: ClassVar[set["KernelLock"]] = set()
 
@@ -69,7 +70,7 @@ class KernelLock:
             except OSError:
                 os.close(self._file)
                 raise
-            # Between the two calls its holder may have removed it: a lock on a file that nobody finds locks nothing.
+            # Between the two calls the holder may have removed the file. A lock on a removed file would protect nothing.
             if path.exists() and os.path.samestat(os.fstat(self._file), path.stat()):
                 break
             os.close(self._file)
@@ -100,12 +101,12 @@ class KernelLock:
 os.register_at_fork(after_in_child=KernelLock._after_fork)
 
 
-# Of the leases that this process took.
+# The tokens of the leases that this process took.
 _TOKENS: set[str] = set()
 
 
 class Lease:
-    """A file that says who holds the directory and when the lease was last renewed."""
+    """Exclusive access by a file that tells which process holds the directory, and when it last renewed the lease."""
 
     def __init__(self, store: "Store"):
         self._store, self._token = store, uuid4().hex
@@ -113,7 +114,7 @@ class Lease:
         _TOKENS.add(self._token)
         self._renew()
         time.sleep(SETTLE_S)
-        # Another process took it at the same moment, and later.
+        # Another process has taken the lease a moment later.
         if self._read().get("token") != self._token:
             raise _busy(self._read(), store.root)
         self._stop = threading.Event()
@@ -141,8 +142,8 @@ class Lease:
             raise _busy(holder, self._store.root)
 
     def _is_leftover(self, holder: dict[str, Any]) -> bool:
-        """Whether an earlier process with the name of this one had it: in a container that was started again, the program has the same
-        number. It may be one that lives elsewhere, which would renew its lease; that takes seconds to see."""
+        """Whether the lease belongs to an earlier process with the host name and pid of this one, as in a restarted container. Waits to
+        see whether it is renewed, because such a process may also be alive elsewhere."""
         if (holder.get("host"), holder.get("pid")) != (socket.gethostname(), os.getpid()) or holder.get("token") in _TOKENS:
             return False
         until = time.monotonic() + LEASE_S / 3
@@ -171,7 +172,7 @@ class Lease:
 
 
 def _is_dead(holder: dict[str, Any]) -> bool:
-    """Whether the holder was a process of this host that has ended: after a kill, nobody waits for its lease."""
+    """Whether the holder was a process on this host that has ended. After a kill, its lease need not expire first."""
     if holder.get("host") != socket.gethostname():
         return False
     try:

@@ -1,4 +1,4 @@
-"""Reports slow operations while they run, and troubles once. Knows nothing of jax.
+"""Reports slow operations while they run, and each kind of problem once. Does not import jax.
 
     with telling(say, "compiling for 512 tokens"):
         ...                                      # reported after one second, if this is still running
@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from threading import Timer
 
 Say = Callable[[str], None]
-# Seconds after which an operation is reported.
+# The number of seconds after which an operation is reported.
 PATIENCE = 1.0
 
 
 class Complaining:
-    """Says each kind of trouble once; metrics count it."""
+    """Reports each kind of problem only once."""
 
     def __init__(self, say: Say = lambda _: None):
         self.say = say

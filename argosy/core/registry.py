@@ -1,10 +1,10 @@
-"""A registry maps names to classes and functions; every plug-in point uses this one class.
+"""Registries map names to classes and functions. Every plug-in point uses the class `Registry`.
 
     OPTIMIZERS = Registry("optimizer")
-    OPTIMIZERS.add("adamw", "argosy.train.optimizers.adam:AdamW")      # one line registers; imported on first use
+    OPTIMIZERS.add("adamw", "argosy.train.optimizers.adam:AdamW")      # registers a name; the module is imported on first use
 
-A package outside Argosy registers the same way, from its own `__init__`. To be known to the command line too, it declares an
-entry point in the group that the registry names. A registry with `files` also knows what a file holds, as FILE.py:NAME.
+A package outside Argosy registers in the same way, in its own `__init__`. For the command line, it declares an entry point in the group
+that the registry searches. In a registry with `files`, FILE.py:NAME is a name too.
 """
 
 import sys
@@ -18,9 +18,10 @@ from argosy.core.errors import BadInput, UnknownName
 
 
 class Registry(Mapping[str, Any]):
-    """A mapping from a short lower-case name to a class or function, given itself or as "module:name".
+    """A mapping from a short lower-case name to a class or function. An item may be given as "module:name".
 
-    files: FILE.py:NAME, from the working directory, is a name too. It is registered when it is first asked for.
+    noun: the word for an item, for errors.
+    files: whether FILE.py:NAME, relative to the working directory, is a name too. It is registered when it is first asked for.
     """
 
     def __init__(self, noun: str, items: Mapping[str, Any] | None = None, files: bool = False):
@@ -29,8 +30,8 @@ class Registry(Mapping[str, Any]):
         self._groups: list[str] = []
 
     def add_installed(self, group: str) -> None:
-        """Also offers what installed packages declare under this group of entry points. They are searched only when a missing
-        name or the list of names is asked for, because the search takes 40 ms. It imports none of them."""
+        """Adds the entry points that installed packages declare in this group. The search takes 40 ms, so it is made only when a
+        missing name or the list of names is asked for. It imports none of the packages."""
         self._groups.append(group)
 
     def _look_for_installed(self) -> None:
@@ -46,7 +47,7 @@ class Registry(Mapping[str, Any]):
         """Registers `item`, or the "module:name" from which it is imported on first use.
 
         Raises:
-            ValueError: the name is taken, or the text is not "module:name".
+            ValueError: the name stands for something else already, or the text is not "module:name".
         """
         if isinstance(item, str) and not all(item.partition(":")):
             raise ValueError(f"{self.noun} `{name}`: `{item}` is not module:name")
@@ -78,7 +79,7 @@ class Registry(Mapping[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         self._look_for_installed()
-        # A file that was asked for is no name to offer.
+        # FILE.py:NAME is not listed among the names.
         return (name for name in self._items if not is_file(name))
 
     def __len__(self) -> int:
@@ -94,11 +95,15 @@ def is_file(name: object) -> bool:
 
 
 def from_file(noun: str, name: str) -> Any:
-    """What FILE.py:NAME names. The file is run.
+    """Runs a file, and returns what FILE.py:NAME names.
+
+    Args:
+        noun: the word for the result, for errors.
+        name: FILE.py:NAME.
 
     Raises:
-        UnknownName: there is no such file, or nothing of that name in it.
-        BadInput: the file cannot be run.
+        UnknownName: there is no such file, or it defines no such name.
+        BadInput: running the file fails.
     """
     place, _, attribute = name.rpartition(":")
     path = Path(place)
@@ -109,7 +114,7 @@ def from_file(noun: str, name: str) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
-    # Dataclasses and pickle look a class's module up by its name.
+    # Dataclasses and pickle look up the module of a class by name.
     sys.modules[module.__name__] = module
     try:
         spec.loader.exec_module(module)
@@ -121,6 +126,6 @@ def from_file(noun: str, name: str) -> Any:
 
 
 def _import_path(item: Any) -> Any:
-    """A class or function as "module:name"; anything else unchanged."""
+    """A class or function as "module:name"; other values unchanged."""
     is_named = hasattr(item, "__module__") and hasattr(item, "__qualname__")
     return f"{item.__module__}:{item.__qualname__}" if is_named else item

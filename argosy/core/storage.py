@@ -1,7 +1,8 @@
-"""The files of a run: a local directory, or any address that fsspec knows (`gs://`, `s3://`, `memory://`).
+"""Reads and writes the files of a run, in a local directory or at any URL that fsspec knows (`gs://`, `s3://`, `memory://`).
 
-A file is written completely or not at all. A line is appended so that a torn line before it does not affect it. One process at a
-time holds a run, by a lock that ends with the process (`Store.lock`). This module knows nothing of what the files mean.
+A file is written completely or not at all. An incomplete last line, left by a killed process, does not affect lines that are appended
+later. One process at a time holds a run, by a lock that ends with the process (`Store.lock`). This module does not know what the files
+mean.
 """
 
 import errno
@@ -18,7 +19,7 @@ from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.locks import LOCK, KernelLock, Lease, Lock
 
 COPY_BYTES = 1 << 23
-# Object stores cannot append: a file of lines is rewritten at most this often.
+# Object stores cannot append to files, so a file of lines is rewritten. This is the least number of seconds between two rewrites.
 REWRITE_S = 10.0
 
 # The errors of network file systems without flock.
@@ -30,7 +31,7 @@ class Missing(BadInput):
 
 
 class Store:
-    """Files under a root, by relative names with `/`. Directories are created with the files in them."""
+    """The files under a root directory or URL. Names are relative, with `/`. Directories are created with the files in them."""
 
     def __init__(self, root: str | Path):
         self.root = str(root)
@@ -73,11 +74,11 @@ class Store:
             raise Damaged(f"`{name}` is not UTF-8 at byte {error.start}", where=f"in {self.root}") from None
 
     def write_text(self, name: str, text: str) -> None:
-        """Writes a file completely or not at all; a local file survives a power cut."""
+        """Writes a file as UTF-8, completely or not at all. On return, a local file is safely on disk."""
         self.write_bytes(name, text.encode("utf-8"))
 
     def write_bytes(self, name: str, data: bytes) -> None:
-        """Writes a file as `write_text` does."""
+        """Writes a file completely or not at all, like `write_text`."""
         self._lines.pop(name, None)
         with _our_errors(self, name):
             if self.is_local:
@@ -86,8 +87,9 @@ class Store:
                 self._files.pipe_file(self._address(name), data)
 
     def append_line(self, name: str, line: str) -> None:
-        """Appends a line. Locally the operating system has it on return; remotely it is buffered for up to `REWRITE_S`, or until
-        `flush`. Where a buffer cannot be written, that is an error, the lines stay in it, and the next attempt is `REWRITE_S` later."""
+        """Appends a line. In a local store, the operating system has the line on return. In a remote store, it is buffered for up to
+        `REWRITE_S` seconds, or until `flush`. If writing the buffer fails, an error is raised, the lines stay in the buffer, and the
+        next attempt is made after `REWRITE_S`."""
         with _our_errors(self, name):
             if self.is_local:
                 _append(self._path(name), line)
@@ -96,7 +98,7 @@ class Store:
                 self._put_lines(name, REWRITE_S)
 
     def flush(self, name: str | None = None) -> None:
-        """Writes lines that are still buffered: of one file, or of all."""
+        """Writes the buffered lines of one file, or of all files."""
         for file in self._lines if name is None else (name,):
             self._flush(file)
 
@@ -106,7 +108,7 @@ class Store:
                 self._put_lines(name, 0.0)
 
     def buffered(self, name: str) -> int:
-        """How many lines of a file are still buffered."""
+        """The number of buffered lines of a file."""
         return len(self._lines[name].new) if name in self._lines else 0
 
     def exists(self, name: str) -> bool:
@@ -114,7 +116,7 @@ class Store:
             return self._path(name).exists() if self.is_local else self._files.exists(self._address(name))
 
     def list(self, name: str = "") -> list[str]:
-        """The names in a directory, sorted, without hidden ones; empty if there is no such directory."""
+        """The names in a directory, sorted, without hidden files; empty if there is no such directory."""
         with _our_errors(self, name):
             if self.is_local:
                 folder = self.local_path(name)
@@ -126,7 +128,7 @@ class Store:
         return sorted(name for name in names if not name.startswith("."))
 
     def remove(self, name: str) -> None:
-        """Removes a file, or a directory with its contents; does nothing if there is none."""
+        """Removes a file, or a directory with its contents. Does nothing if it does not exist."""
         self._lines.pop(name, None)
         with _our_errors(self, name):
             if not self.is_local:
@@ -146,7 +148,7 @@ class Store:
             return self._path(name).stat().st_size if self.is_local else self._files.size(self._address(name))
 
     def written_s(self, name: str) -> float | None:
-        """When a file was last written, in seconds since 1970; None where the store does not tell."""
+        """The time when a file was last written, in seconds since 1970; None if the store does not tell it."""
         with _our_errors(self, name):
             if self.is_local:
                 return self._path(name).stat().st_mtime
@@ -156,7 +158,7 @@ class Store:
                 return None
 
     def open(self, name: str, mode: Literal["rb", "wb"] = "rb") -> IO[bytes]:
-        """Opens a file of bytes. Writing here is not atomic; where that matters, write under another name first."""
+        """Opens a file of bytes. Writing is not atomic. If that matters, write under another name first."""
         self._flush(name)
         with _our_errors(self, name):
             if not self.is_local:
@@ -172,13 +174,13 @@ class Store:
             shutil.copyfileobj(source, target, COPY_BYTES)
 
     def get_file(self, name: str, path: Path) -> None:
-        """Copies a file of the store to a local path."""
+        """Copies a file from the store to a local path."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with self.open(name) as source, path.open("wb") as target, _our_errors(self, name):
             shutil.copyfileobj(source, target, COPY_BYTES)
 
     def copy(self, name: str, to: str) -> None:
-        """Copies a file within the store; object stores do it without sending it here."""
+        """Copies a file within the store. Object stores do this without sending the file to this machine."""
         self._flush(name)
         with _our_errors(self, name):
             if self.is_local:
@@ -194,12 +196,12 @@ class Store:
     def lock(self) -> Lock:
         """Gives this process exclusive access to the directory.
 
-        Locally the kernel keeps the lock and drops it when the process ends, however it ends. Remotely, and on file systems
-        without such locks, it is a lease renewed every 15 seconds. A lease is weaker: clocks may disagree, a process that stalls
-        for `LEASE_S` loses it, and a killed process keeps it for as long.
+        In a local store, the kernel holds the lock, and releases it when the process ends in any way. In a remote store, and on file
+        systems without such locks, the lock is a lease that is renewed every 15 seconds. A lease is weaker: clocks may differ, a
+        process that stalls for `LEASE_S` seconds loses it, and a killed process keeps it for that time.
 
         Raises:
-            Busy: another process holds it; the message names process and host.
+            Busy: another process holds the directory. The message names the process and its host.
         """
         if self.is_local:
             with _our_errors(self, LOCK):
@@ -208,7 +210,7 @@ class Store:
                 except OSError as error:
                     if error.errno not in _NO_FLOCK:
                         raise
-        # A store of its own, because another thread uses it.
+        # The lease gets its own store, because it uses it in another thread.
         return Lease(Store(self.root))
 
     def _path(self, name: str) -> Path:
@@ -237,7 +239,7 @@ class Store:
 
 
 class ReadOnly(Store):
-    """The files of a run that another process of it writes: what is written here goes nowhere."""
+    """The files of a run for processes that must not write them. All writes are ignored, because another process of the run writes."""
 
     def child(self, name: str) -> "ReadOnly":
         return ReadOnly(super().child(name).root)
@@ -257,8 +259,12 @@ class ReadOnly(Store):
 
 
 def file_system(root: str) -> tuple[Any, str]:
-    """The file system of an address, and the address without its scheme."""
-    # Takes 0.1 s, which local runs need not spend.
+    """The fsspec file system of a URL, and the URL without its scheme.
+
+    Raises:
+        BadInput: the scheme is unknown, or needs a package that is not installed.
+    """
+    # Imported here, because it takes 0.1 s, which local runs do not need.
     import fsspec
 
     # For other schemes, directories are only parts of names.
@@ -273,7 +279,7 @@ def file_system(root: str) -> tuple[Any, str]:
 
 
 def _check_relative(name: str) -> str:
-    """Checks that a relative name stays under the root, and returns it."""
+    """Returns a relative name, after a check that it stays under the root."""
     parts = PurePosixPath(name).parts
     if not name or name.startswith("/") or "\\" in name or "\0" in name or ".." in parts:
         raise BadInput(f"{name!r} is not a valid name for a file of a run")
@@ -282,7 +288,7 @@ def _check_relative(name: str) -> str:
 
 @contextmanager
 def _our_errors(store: Store, name: str) -> Iterator[None]:
-    """Turns errors about a file into ours: of the operating system, and of the client of an object store."""
+    """A context manager that converts errors of the operating system, and of the client of an object store, to an ArgosyError."""
     try:
         yield
     except ArgosyError:
@@ -307,8 +313,8 @@ def _our_errors(store: Store, name: str) -> Iterator[None]:
 
 
 def _write_atomically(path: Path, data: bytes) -> None:
-    """Writes to another name, fsync, rename, fsync of the directory: a reader sees the old file or the new one, never part of
-    one."""
+    """Writes a file under another name, syncs it, renames it, and syncs the directory. A reader sees the old or the new file, and never
+    a part of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pending = path.with_name(f".{path.name}.{os.getpid()}.{uuid4().hex[:8]}.tmp")
     try:
@@ -327,7 +333,8 @@ def _write_atomically(path: Path, data: bytes) -> None:
 
 
 def _append(path: Path, line: str) -> None:
-    """Appends in one write call, so lines of two threads do not mix. A line torn by a kill is first ended by a newline."""
+    """Appends a line in one write call, so that lines of two threads do not mix. If the last line is incomplete after a kill, a newline
+    ends it first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -341,10 +348,11 @@ def _append(path: Path, line: str) -> None:
 
 
 class _Lines:
-    """A file of lines in an object store, which cannot append to files.
+    """The buffer of a file of lines in an object store, which cannot append to files.
 
-    old: the lines that it holds; None until they are read.
-    new: lines that are not written yet.
+    old: the content of the file in the store; None until it is read.
+    new: the lines that are not written yet.
+    put_at: the time of the last attempt to write, as in `time.monotonic`.
     """
 
     def __init__(self):

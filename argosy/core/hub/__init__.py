@@ -1,1 +1,1 @@
-"""The Hugging Face Hub: names of models there, and the way of their files to this machine and back."""
+"""The Hugging Face Hub: names of models, and downloads and uploads of their files."""

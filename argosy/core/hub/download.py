@@ -1,7 +1,7 @@
-"""Models of the Hub on this machine: the files that are needed, in the cache that all programs of the Hub share (`HF_HOME`).
+"""Downloads the necessary files of models on the Hub to the cache that all programs of the Hub share (`HF_HOME`).
 
-A file that is there is not transferred again. A connection that breaks resumes inside the file; a process that was killed resumes with
-the files that are not complete. Without a network, or with HF_HUB_OFFLINE=1, the cached snapshot is used, if it is complete.
+A file in the cache is not transferred again. After a broken connection, the download resumes inside the file. After a kill, it resumes
+with the incomplete files. Without a network, or with HF_HUB_OFFLINE=1, the cached snapshot is used, if it is complete.
 """
 
 import os
@@ -19,18 +19,20 @@ from argosy.core.errors import ArgosyError, BadInput, nearest
 from argosy.core.hub.names import HubName
 from argosy.core.progress import Say
 
-# Seconds between two lines of progress, where stderr is no terminal.
+# The number of seconds between two lines of progress, if stderr is no terminal.
 SAY_S = 10.0
-# A partial file that nobody wrote to for so long belongs to a process that was killed.
+# A partial file that was not written to for this long belongs to a process that was killed.
 STALE_S = 3600.0
 _LOG_IN = "set HF_TOKEN or log in with `hf auth login`"
 
 
 def local_model(place: str | Path, say: Say = lambda _: None, *, small: bool = False) -> str:
-    """The path on this machine of a MODEL argument: the name of a model of the Hub is downloaded, anything else is returned as it is.
+    """The local path of a MODEL argument. A model of the Hub is downloaded first. Anything else is returned unchanged.
 
     Args:
-        small: only the files beside the weights: settings, tokenizer.
+        place: a name of the Hub, or a path.
+        say: called with progress messages.
+        small: whether only the files beside the weights are downloaded, such as the config and the tokenizer.
 
     Raises:
         BadInput: there is no such model or revision, it has no weights that are read here, it needs a permission, or it is not in the
@@ -44,10 +46,10 @@ def local_model(place: str | Path, say: Say = lambda _: None, *, small: bool = F
 
 
 def pin_revision(place: str, say: Say = lambda _: None) -> str:
-    """The name of a model of the Hub with the commit that it has now; anything else is returned as it is. The model is downloaded.
+    """Downloads a model of the Hub, and returns its name with the current commit. Anything else is returned unchanged.
 
     Raises:
-        BadInput: as `local_model`.
+        BadInput: as in `local_model`.
     """
     if not is_hub(place) or (name := HubName.parse(place)).is_pinned:
         return place
@@ -55,17 +57,17 @@ def pin_revision(place: str, say: Say = lambda _: None) -> str:
 
 
 def _only_gguf(folder: Path) -> Path | None:
-    """The .gguf file of a repository that has nothing else to read a model from."""
+    """The .gguf file of a snapshot without a config; None if there is a config, or not exactly one .gguf file."""
     files = [] if any(folder.glob("*.json")) else sorted(folder.rglob("*.gguf"))
     return files[0] if len(files) == 1 else None
 
 
-# A command opens a model several times, and a branch may move in between.
+# The snapshots that this process has opened. A command opens a model several times, and a branch may move in between.
 _SNAPSHOTS: dict[tuple[str, str | None, str | None, bool, str, str], Path] = {}
 
 
 def _downloaded(name: HubName, small: bool, say: Say) -> Path:
-    """The folder of a snapshot, whose name is the commit."""
+    """Downloads a model if necessary, and returns the folder of its snapshot. The name of the folder is the commit."""
     from huggingface_hub import constants
 
     key = (name.repository, name.revision, name.file, small, constants.ENDPOINT, constants.HF_HUB_CACHE)
@@ -92,7 +94,7 @@ def _download(name: HubName, small: bool, say: Say) -> Path:
     patterns = [escape(path) for path in selection]
     revision = name.revision or constants.DEFAULT_REVISION
     try:
-        # By the name of the revision, so that the cache remembers which commit it is.
+        # The revision is passed by name, so that the cache stores which commit it is.
         folder = snapshot_download(name.repository, revision=revision, allow_patterns=patterns, tqdm_class=_progress(name, say))
         if Path(folder).name != commit:
             # The branch moved between the two calls.
@@ -107,10 +109,10 @@ def _download(name: HubName, small: bool, say: Say) -> Path:
 
 
 def _cached(name: HubName, small: bool, error: Exception) -> Path:
-    """The complete snapshot in the cache, where the Hub cannot be reached.
+    """The folder of the snapshot in the cache, for use when the Hub cannot be reached. `error` says why it cannot.
 
     Raises:
-        BadInput: there is none.
+        BadInput: the cache does not have the complete snapshot.
     """
     import huggingface_hub
     from huggingface_hub import constants, errors, snapshot_download
@@ -148,22 +150,22 @@ def _http_error() -> type[Exception]:
 
 
 def client_errors() -> tuple[type[Exception], ...]:
-    """What the client raises: about transfers, about files, and about names that are none."""
+    """The classes of the errors that the client raises, about transfers, files and invalid names."""
     return (_http_error(), OSError, ValueError)
 
 
 def is_unreachable(error: Exception) -> bool:
-    """Whether an error says that the Hub does not answer, rather than what it answered."""
+    """Whether an error means that the Hub does not answer. False if it has answered with an error below 500."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.HfHubHTTPError):
         return error.response is not None and error.response.status_code >= 500
-    # What its HTTP client raises has that client's base class, without an answer.
+    # Errors of the HTTP client itself have its base class, and no response.
     return isinstance(error, (_http_error(), ConnectionError, errors.LocalEntryNotFoundError))
 
 
 def hub_error(error: Exception, name: HubName) -> ArgosyError:
-    """What the Hub answered, in our words."""
+    """The error to report for an error that the Hub answered."""
     from huggingface_hub import constants, errors
 
     page = f"{constants.ENDPOINT}/{name.repository}"
@@ -186,19 +188,19 @@ def hub_error(error: Exception, name: HubName) -> ArgosyError:
 
 
 def _revisions(name: HubName) -> list[str]:
-    """Branches and tags of a model; none where they cannot be listed."""
+    """The names of the branches and tags of a model; empty if they cannot be listed."""
     from huggingface_hub import HfApi
 
     try:
         refs = HfApi(library_name="argosy").list_repo_refs(name.repository)
     except Exception:
-        # The error is already about something else.
+        # Another error is being reported already.
         return []
     return [ref.name for ref in (*refs.branches, *refs.tags)]
 
 
 def _remove_stale(blobs: Path) -> None:
-    """Removes partial files that killed processes left: the client gives each transfer a new name."""
+    """Removes partial files of killed processes. They would stay forever, because the client gives each transfer a new name."""
     for path in blobs.glob("*.incomplete"):
         try:
             if time.time() - path.stat().st_mtime > STALE_S:
@@ -213,14 +215,14 @@ def _first_line(error: BaseException) -> str:
 
 @lru_cache
 def _progress(name: HubName, say: Callable[[str], None]) -> Any:
-    """The client's progress bar on a terminal, and elsewhere a line every few seconds."""
+    """The class of progress bars for the client: its own bar on a terminal, and elsewhere one that says a line every SAY_S seconds."""
     from huggingface_hub.utils import tqdm
 
     if sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb":
         return tqdm
 
     class Lines(tqdm):
-        """Says what a bar would show. The bar for bytes on disk is shown, not that for bytes sent."""
+        """Says progress as lines. Of the client's bars, only that for bytes on disk is used, and not that for transferred bytes."""
 
         monitor_interval = 0
 

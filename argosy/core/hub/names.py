@@ -1,8 +1,8 @@
-"""Names of models of the Hub, as MODEL arguments have them.
+"""Names of models on the Hub in MODEL arguments.
 
     hf:OWNER/NAME             the newest commit of the branch `main`
     hf:OWNER/NAME@REVISION    a commit, branch or tag
-    hf:OWNER/NAME:FILE        one .gguf file of it, or one folder
+    hf:OWNER/NAME:FILE        one .gguf file or one folder of the repository
 
 `hf://OWNER/NAME` and `https://huggingface.co/OWNER/NAME` mean the same.
 """
@@ -22,9 +22,9 @@ FORM = "hf:OWNER/NAME, hf:OWNER/NAME@REVISION or hf:OWNER/NAME:FILE.gguf"
 
 @dataclass(frozen=True)
 class HubName:
-    """A model of the Hub.
+    """A model on the Hub.
 
-    repository: OWNER/NAME; some old ones have no owner.
+    repository: OWNER/NAME; some old repositories have no owner.
     revision: a commit, branch or tag; None: the branch `main`.
     file: a file or folder of the repository; None: all of it.
     """
@@ -35,10 +35,10 @@ class HubName:
 
     @staticmethod
     def parse(text: str) -> "HubName":
-        """The name in an argument.
+        """Parses the name in a MODEL argument.
 
         Raises:
-            BadInput: it is none.
+            BadInput: the text is no name of a model.
         """
         match = _NAME.fullmatch(text.removeprefix(HUB).removeprefix("//"))
         file = match["file"] if match else None
@@ -75,7 +75,7 @@ def name_of_path(path: str | Path) -> HubName | None:
 
 
 def model_name(model: str | Path) -> str:
-    """What a model is called where nobody names it: the last part of its name on the Hub, or of its path."""
+    """The default name of a model: the last part of its name on the Hub, or of its path."""
     hub_name = HubName.parse(str(model)) if is_hub(model) else name_of_path(model)
     if hub_name is None:
         return Path(model).resolve().name

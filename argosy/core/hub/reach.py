@@ -1,4 +1,5 @@
-"""Whether the Hub answers, found by one request, and a time without it: its clients try again for half a minute."""
+"""Finds out with one request whether the Hub answers, and switches the client offline. The client itself would retry for half a
+minute."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,12 +7,13 @@ from contextlib import contextmanager
 from argosy.core.errors import complaint
 from argosy.core.hub.download import client_errors, is_unreachable
 
-# Seconds that the Hub has for its answer.
+# The number of seconds that the Hub has for its answer.
 ANSWER_S = 10.0
 
 
 def unreachable_dataset(repository: str, revision: str | None) -> str | None:
-    """Why the Hub cannot be asked for a data set; None: it answers, if only that there is none."""
+    """Asks the Hub for a data set. Returns the reason why the Hub cannot be reached; None: it answers, even if there is no such data
+    set."""
     from huggingface_hub import HfApi
 
     try:
@@ -23,7 +25,7 @@ def unreachable_dataset(repository: str, revision: str | None) -> str | None:
 
 @contextmanager
 def without_hub() -> Iterator[None]:
-    """Inside, the client asks the Hub for nothing, as with HF_HUB_OFFLINE=1."""
+    """A context manager inside which the client makes no requests, as with HF_HUB_OFFLINE=1."""
     from huggingface_hub import constants
 
     before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True

@@ -1,7 +1,7 @@
-"""The files of a repository that a model is read from: safetensors, and the small files beside them. Never pickles.
+"""Selects the files of a repository to download for a model: safetensors, and the small files beside them. Never pickles.
 
-Repositories keep the same weights several times: as pickles, as safetensors in float32 and float16 (`model.fp16.safetensors`), as
-Meta's `original/` and Mistral's `consolidated.safetensors`. One kind is taken, so nothing is transferred twice.
+Many repositories hold the same weights several times: as pickles, as safetensors in float32 and float16 (`model.fp16.safetensors`), as
+Meta's `original/`, and as Mistral's `consolidated.safetensors`. Only one of these is selected.
 """
 
 from collections.abc import Collection
@@ -13,31 +13,32 @@ from argosy.core.formats.safetensors import STEMS
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.msgpack", "*.h5")
 ADAPTER = "adapter_model.safetensors"
-# Of a folder: settings, vocabularies, templates, the card and the license.
+# Patterns of the small files of a folder: config, vocabularies, templates, the card and the license.
 SMALL = ("*.json", "*.jinja", "*.model", "*.tiktoken", "vocab.txt", "merges.txt", "README.md", "LICENSE*", "NOTICE*")
 BELOW = ("additional_chat_templates/*.jinja", "1_Pooling/config.json")
-# Of a pipeline that draws images: parts that nothing is drawn with here.
+# Folders of an image pipeline that are not used here.
 UNUSED = ("safety_checker", "feature_extractor", "image_encoder")
 PIPELINE, CHECKPOINT = "model_index.json", "meta.json"
 
 
 def model_files(files: Collection[str], name: str, file: str | None = None, *, small: bool = False) -> list[str]:
-    """The files to transfer, of all files of a repository.
+    """Selects the files to transfer.
 
     Args:
-        name: of the repository, for errors.
-        file: a .gguf file or a folder: only that.
-        small: without weights.
+        files: all files of the repository.
+        name: the name of the model, for errors.
+        file: the only .gguf file or folder to select; None: the whole repository.
+        small: whether weights are left out.
 
     Raises:
-        BadInput: there are no weights, or only pickles, or there is no such file.
+        BadInput: there are no weights, only pickles, or no such file.
     """
     if file is not None:
         return _of_file(files, name, file.rstrip("/"), small)
     if PIPELINE in files and not small:
         return _of_pipeline(files, name)
     if CHECKPOINT in files and not small:
-        # A folder that this package wrote in its own layout.
+        # Argosy has written this folder in its own layout.
         return [path for path in files if not _is_pickle(path)]
     small_files = _small_files(files, "")
     if small:
@@ -77,7 +78,7 @@ def _of_pipeline(files: Collection[str], name: str) -> list[str]:
 
 
 def _small_files(files: Collection[str], folder: str) -> list[str]:
-    """The files of one folder that are not weights."""
+    """The small files of one folder: those that match SMALL or BELOW. `folder` is empty or ends with `/`."""
     inside = [path.removeprefix(folder) for path in files if path.startswith(folder)]
     direct = [path for path in inside if "/" not in path and any(fnmatchcase(path, pattern) for pattern in SMALL)]
     deeper = [path for path in inside if "/" in path and any(fnmatchcase(path, pattern) for pattern in BELOW)]
@@ -85,7 +86,7 @@ def _small_files(files: Collection[str], folder: str) -> list[str]:
 
 
 def _weights(files: Collection[str], folder: str) -> list[str]:
-    """The safetensors of one folder, in the order in which `SafetensorsFolder` prefers them."""
+    """The safetensors of one folder: those that `SafetensorsFolder` would read. `folder` is empty or ends with `/`."""
     inside = {path.removeprefix(folder) for path in files if path.startswith(folder)}
     for stem in STEMS:
         if f"{stem}.safetensors" in inside:
@@ -93,7 +94,7 @@ def _weights(files: Collection[str], folder: str) -> list[str]:
     for stem in STEMS:
         if f"{stem}.safetensors.index.json" in inside:
             shards = sorted(path for path in inside if fnmatchcase(path, f"{stem}-?????-of-?????.safetensors"))
-            # Shards may have any name; the index, which is not here yet, lists them.
+            # Shards may have other names, which only the index tells, and the index is not downloaded yet.
             every = shards or sorted(path for path in inside if "/" not in path and path.endswith(".safetensors"))
             return [f"{folder}{path}" for path in every]
     return [f"{folder}{ADAPTER}"] if ADAPTER in inside else []

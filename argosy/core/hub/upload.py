@@ -1,8 +1,8 @@
-"""Folders of this machine as commits of the Hub: all files in one commit, so that nobody loads half of a model.
+"""Uploads a model to the Hub: all files in one commit, so that nobody can load half of a model.
 
-Large files go up first, one after the other, and are not part of the model until the commit. After a kill the same command sends those
-that are not there. Weights of an earlier model that the new one does not have are removed in the same commit: readers prefer
-`model.safetensors` to shards.
+Large files are uploaded first, one after the other, and become part of the repository with the commit. After a kill, the same command
+sends only the missing files. Weights of an earlier model that the new one does not have are removed in the same commit, because readers
+prefer `model.safetensors` to shards.
 """
 
 from collections.abc import Mapping
@@ -17,18 +17,19 @@ from argosy.core.hub.names import HubName
 from argosy.core.progress import Say
 
 CARD = "README.md"
-# A comment by which a card that was written from a lineage is known; whoever edits the card by hand removes it.
+# A comment that marks a card that `argosy push` has written. A user who edits the card removes it.
 MARK = "<!-- Written by argosy push. Without this line, the card is kept when the model is pushed again. -->"
 WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json", "adapter_model*.safetensors", "pytorch_model*.bin")
 
 
 @dataclass(frozen=True)
 class Pushed:
-    """What a push did.
+    """The result of a push.
 
-    commit: the new commit; None where nothing changed or nothing was sent.
-    kept_card: whether a card written by hand stayed.
-    removed: weights of an earlier model.
+    commit: the id of the new commit; None for a dry run.
+    url: the URL of the repository.
+    kept_card: whether a card that was written by hand was kept.
+    removed: the names of removed weights of an earlier model.
     """
 
     commit: str | None
@@ -47,14 +48,19 @@ def push_files(
     dry: bool = False,
     say: Say = lambda _: None,
 ) -> Pushed:
-    """Makes a commit of these files, by their names in the repository, which is created if it is not there.
+    """Uploads files in one commit. The repository and the branch are created if necessary.
 
     Args:
-        replaces_card: also a card that was written by hand.
-        dry: only looks at what is there.
+        files: the path or the content of each file, by its name in the repository.
+        name: the repository, and the branch as its revision.
+        message: the commit message.
+        private: whether a new repository is private.
+        replaces_card: whether a card that was written by hand is replaced too.
+        dry: whether nothing is written, and only the existing files are compared.
+        say: called with progress messages.
 
     Raises:
-        BadInput: no permission, or no such branch.
+        BadInput: there is no permission, or no such branch.
         ArgosyError: the connection broke.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
@@ -78,7 +84,7 @@ def push_files(
             if file != CARD or not kept_card
         ]
         for number, addition in enumerate(additions, 1):
-            # Those that belong into git go with the commit.
+            # Small files, which are stored in git, are uploaded with the commit.
             api.preupload_lfs_files(name.repository, additions=[addition], revision=name.revision)
             if addition._upload_mode == "lfs":
                 say(f"{addition.path_in_repo}: uploaded, {number} of {len(additions)} files")
@@ -87,13 +93,13 @@ def push_files(
     except client_errors() as error:
         raise _upload_error(error, name, dry) from None
     except RuntimeError as error:
-        # Of the client's upload of a large file; what it met is its cause.
+        # The client raises this for a failed upload of a large file. The cause has the actual error.
         raise _upload_error(error.__cause__ if isinstance(error.__cause__, Exception) else error, name, dry) from None
     return Pushed(info.oid, url, kept_card, removed)
 
 
 def _remote_files(api: Any, name: HubName) -> list[str]:
-    """The files that are there; none where there is no such repository or branch yet."""
+    """The files of the repository; empty if the repository or branch does not exist yet."""
     from huggingface_hub import errors
 
     try:
@@ -103,7 +109,7 @@ def _remote_files(api: Any, name: HubName) -> list[str]:
 
 
 def _is_written(api: Any, name: HubName) -> bool:
-    """Whether the card that is there was written from a lineage."""
+    """Whether `argosy push` has written the card in the repository."""
     from huggingface_hub import hf_hub_download
 
     path = hf_hub_download(name.repository, CARD, revision=name.revision)

@@ -1,1 +1,1 @@
-"""This process and its children: signals, streams, memory, messages."""
+"""Signals, streams and memory of this process, and its child processes."""

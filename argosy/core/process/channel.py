@@ -1,7 +1,7 @@
-"""Messages between two processes, over a descriptor that both may read and write, such as an end of a socket pair.
+"""Sends messages between two processes over a file descriptor for reading and writing, such as one end of a socket pair.
 
-A message is 8 bytes of length and then its content, of which this file knows nothing. It needs the standard library alone: scripts that
-are run by path import it as a file beside them.
+A message is 8 bytes of length, and then its content, which this file does not interpret. The file needs only the standard library,
+because scripts that are run by path import it directly.
 """
 
 import os
@@ -14,9 +14,10 @@ PART_BYTES = 1 << 20
 
 
 class Channel:
-    """One end. One thread may send while another one receives.
+    """One end of a connection. One thread may send while another one receives.
 
-    descriptor: of the end. It becomes non-blocking; waiting is left to `poll`, which takes descriptors of any number.
+    descriptor: the file descriptor of this end. It is made non-blocking. `poll` is used to wait, because it accepts descriptors above
+        1,023.
     """
 
     def __init__(self, descriptor: int):
@@ -31,10 +32,10 @@ class Channel:
         """Sends a message.
 
         Args:
-            timeout: seconds for the other end to take it. None: it may take as long as it takes.
+            timeout: the number of seconds within which the other end must take the message; None: no limit.
 
         Raises:
-            TimeoutError: it took longer.
+            TimeoutError: the other end did not take the message in time.
             OSError: the other end is closed.
         """
         until = None if timeout is None else time.monotonic() + timeout
@@ -52,7 +53,7 @@ class Channel:
                 parts[0] = parts[0][count:]
 
     def arrived(self) -> bytes | None:
-        """The next message, if all of it has arrived. Waits for nothing.
+        """Returns the next message if it has arrived completely, else None. Does not wait.
 
         Raises:
             EOFError: the other end is closed.
@@ -73,10 +74,10 @@ class Channel:
         """Waits for the next message.
 
         Args:
-            timeout: seconds for all of it to arrive. None: it may take as long as it takes.
+            timeout: the number of seconds within which the message must arrive completely; None: no limit.
 
         Raises:
-            TimeoutError: it took longer.
+            TimeoutError: the message did not arrive in time.
             EOFError: the other end is closed.
         """
         until = None if timeout is None else time.monotonic() + timeout
@@ -98,7 +99,12 @@ class Channel:
 
 
 def ready(descriptor: int, event: int, until: float | None) -> bool:
-    """Waits until a descriptor can be read or written, or its other end is closed. Returns False if the time `until` came first."""
+    """Waits until a descriptor is ready, or its other end is closed. Returns False if the time is over first.
+
+    Args:
+        event: `select.POLLIN` or `select.POLLOUT`.
+        until: the end of the waiting time, as in `time.monotonic`; None: no limit.
+    """
     timeout = None if until is None else max(0.0, until - time.monotonic())
     waiting = select.poll()
     waiting.register(descriptor, event)

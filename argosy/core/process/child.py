@@ -1,8 +1,9 @@
 """Child processes: Python scripts that are run by path or by `-c`, and exchange messages with this process.
 
-They are new interpreters, never forks, because this process has jax's threads. Each gets a socket, whose descriptor is its last
-argument, as a `Channel`. It ends with this process by the end of that socket; where it runs code of users, which may start processes
-and keep the interpreter busy, by a guard (`core.process.guard`) and a second descriptor, the argument before.
+They are new interpreters, and never forks, because this process has jax's threads. Each child gets a socket for a `Channel`, whose
+descriptor is its last argument. When this process ends, the socket closes, and the child ends too. A child that runs code of users,
+which may start processes or keep the interpreter busy, has a guard (`core.process.guard`) instead. The guard watches a second
+descriptor, the argument before the last.
 """
 
 import os
@@ -17,7 +18,7 @@ from typing import Any
 from argosy.core.errors import ArgosyError
 from argosy.core.process.channel import Channel
 
-# For a guard to end what it guards.
+# The number of seconds that a guard has to end its processes.
 GUARD_S = 10.0
 
 
@@ -25,14 +26,14 @@ class ChildProcess:
     """A child process.
 
     Args:
-        words: its arguments behind the interpreter, such as `-P`, the script and its arguments.
-        noun: what it is called in errors.
-        environment: its environment variables; None: those of this process.
-        guarded: it calls `guard.run_guarded`, and ends with all that it has started.
-        options: of `subprocess.Popen`. Without any, it reads nothing and prints to this process's stderr.
+        words: the arguments after the interpreter, such as `-P`, the script and its arguments.
+        noun: the purpose of the process, for errors.
+        environment: the environment variables of the child; None: those of this process.
+        guarded: whether the child calls `guard.run_guarded`, so that it ends together with all processes that it has started.
+        options: options of `subprocess.Popen`. By default, the child's stdin is empty, and its stdout is this process's stderr.
 
     Raises:
-        ArgosyError: it does not start.
+        ArgosyError: the process does not start.
     """
 
     def __init__(
@@ -69,23 +70,24 @@ class ChildProcess:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended."""
+        """Whether the child has ended."""
         return self.process.poll() is not None
 
     def fileno(self) -> int:
         return self.socket.fileno()
 
     def send(self, content: bytes, timeout: float | None = None) -> None:
-        """`Channel.send`."""
+        """Sends a message, as in `Channel.send`."""
         self.channel.send(content, timeout)
 
     def arrived(self) -> bytes | None:
-        """`Channel.arrived`, and EOFError also where a process that it has started holds its socket open.
+        """Returns the next message if it has arrived, as in `Channel.arrived`, else None. Also notices the end of the child if a
+        process that it has started keeps its socket open.
 
         Raises:
-            EOFError: it has ended.
+            EOFError: the child has ended.
         """
-        # In this order: what it sent before its end has arrived by now.
+        # The order matters: if the child has ended, all that it sent has arrived by now.
         has_ended = self.is_over
         message = self.channel.arrived()
         if message is None and has_ended:
@@ -93,11 +95,12 @@ class ChildProcess:
         return message
 
     def receive(self, timeout: float | None = None) -> bytes:
-        """`Channel.receive`."""
+        """Waits for the next message, as in `Channel.receive`."""
         return self.channel.receive(timeout)
 
     def end(self) -> int:
-        """Ends it, and, where it is guarded, all that it has started. Returns its exit code, negative where a signal ended it."""
+        """Ends the child, and, if it is guarded, all processes that it has started. Returns its exit code, which is negative if a
+        signal ended it."""
         if os.getpid() != self._owner:
             self.forget()
             return 0
@@ -110,18 +113,19 @@ class ChildProcess:
         return self.process.wait()
 
     def kill(self) -> None:
-        """Kills it with its group. It has one of its own, and its number is nobody else's before it was waited for."""
+        """Kills the child with its process group. The child has its own group, and its pid cannot be reused before it was waited
+        for."""
         if self.process.returncode is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def forget(self) -> None:
-        """Closes what this process has of it. For a forked process, which has the descriptors and not the child."""
+        """Closes the descriptors for the child, without ending it. For a forked process, since the child belongs to its parent."""
         self.close()
         self.process.returncode = 0
 
     def close(self) -> None:
-        """Closes what this process has of it."""
+        """Closes the descriptors that this process has for the child."""
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
@@ -129,7 +133,7 @@ class ChildProcess:
 
 
 def reason_of(code: int) -> str:
-    """How a process with this exit code ended, in words: "exit code 3", "SIGKILL"."""
+    """A phrase that says how a process with this exit code ended: "exit code 3", "SIGKILL"."""
     if code >= 0:
         return f"exit code {code}"
     return signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"

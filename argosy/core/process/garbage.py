@@ -1,8 +1,8 @@
-"""Python's garbage collector beside training.
+"""Keeps Python's garbage collector from interrupting training.
 
-A collection of the oldest generation looks at every object of the process: 0.2 s after jax has compiled a step, in the middle of some
-step, and of several processes all wait for the one that collects. What exists when training begins lives until it ends, so the
-collector need not look at it again.
+A collection of the oldest generation visits every object of the process. After jax has compiled a step, it takes 0.2 s in the middle of
+some step, while all other processes wait. Objects that exist when training begins live until it ends, so the collector need not visit
+them.
 """
 
 import gc
@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def frozen_garbage() -> Iterator[None]:
-    """Inside, collections pass over the objects that exist already. Nothing changes where the program has set some aside itself
-    (`gc.freeze`)."""
+    """A context manager inside which collections ignore the objects that exist at its beginning. Does nothing if the program has called
+    `gc.freeze` itself."""
     if gc.get_freeze_count():
         yield
         return

@@ -1,9 +1,9 @@
-"""What a process has started, and its end. It needs the standard library alone: scripts that are run by path import it as a file beside
-them.
+"""Ends a process together with all processes that it has started. This file needs only the standard library, because scripts that are
+run by path import it directly.
 
-A process that calls `setsid` leaves its group, so that ending the group does not end it. On Linux a guard does: a process between the
-trainer and one that runs code of users. It is their subreaper: what loses its parent below it becomes its child, wherever its group is.
-It runs no code of users, so none can keep it busy.
+A process that calls `setsid` leaves its process group, so killing the group does not end it. On Linux, a guard ends it: a process
+between the trainer and the process that runs code of users. The guard is a subreaper: processes below it that lose their parent become
+its children, whatever their group. It runs no code of users, so that it cannot be kept busy.
 """
 
 import contextlib
@@ -18,17 +18,20 @@ import time
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-# What is killed may have started another one meanwhile, and takes a moment to end.
+# Killing is repeated, because a process may start another one before it is killed, and takes a moment to end.
 MOST_KILLS, BETWEEN_KILLS_S = 1000, 0.001
 
 
 def run_guarded(lifeline: int, *closed: int) -> None:
-    """Goes on in a forked process, on Linux; in its place stays a guard. However the forked process ends, and when the other end of the
-    pipe `lifeline` closes, the guard ends all that was started below it, and then itself with the forked one's exit code or signal.
+    """Forks on Linux: this function returns in the child, and this process becomes its guard. When the child ends in any way, or the
+    other end of the pipe `lifeline` closes, the guard ends all processes below it. Then it ends itself, with the exit code or signal of
+    the child.
 
-    Elsewhere than on Linux this process goes on, and a thread ends it with its group when the pipe closes.
+    On other systems, this process continues, and a thread ends it with its group when the pipe closes.
 
-    closed: descriptors that the guard closes, so that whoever has their other ends is told at once when the forked process ends.
+    Args:
+        lifeline: the descriptor of the reading end of a pipe.
+        closed: descriptors that the guard closes, so that the processes at their other ends notice at once when the child ends.
     """
     os.set_inheritable(lifeline, False)
     if LIBC is None:
@@ -39,7 +42,7 @@ def run_guarded(lifeline: int, *closed: int) -> None:
     pid = os.fork()
     if pid == 0:
         end_with(guard)
-        # A signal of a user's to its own group does not reach the guard.
+        # A signal that user code sends to its own group must not reach the guard.
         os.setpgid(0, 0)
         return
     status = 1
@@ -50,7 +53,7 @@ def run_guarded(lifeline: int, *closed: int) -> None:
 
 
 def _end_with_pipe(lifeline: int) -> None:
-    """Waits until the other end of a pipe closes, to which nothing is ever written, and ends this process and its group."""
+    """Waits until the other end of a pipe closes, and kills this process and its group. Nothing is ever written to the pipe."""
     # `select` takes no descriptors above 1,023.
     waiting = select.poll()
     waiting.register(lifeline, select.POLLIN)
@@ -59,9 +62,10 @@ def _end_with_pipe(lifeline: int) -> None:
 
 
 def _guard(lifeline: int, pid: int, closed: tuple[int, ...]) -> int:
-    """Waits for the end of a child or of the lifeline's other side, and ends the rest. Returns the child's status."""
+    """Waits until the child ends or the other end of the lifeline closes, and kills all descendants. Returns the child's wait
+    status."""
     woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    # A signal to every process of a job ends the child, and by that the guard.
+    # The guard ignores these signals. If they are sent to all processes of a job, they end the child, and then the guard ends too.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -83,10 +87,10 @@ def _guard(lifeline: int, pid: int, closed: tuple[int, ...]) -> int:
 
 
 def _exit(status: int) -> None:
-    """Ends this process as a process of this wait status has ended."""
+    """Ends this process in the way that a wait status describes: with the same signal or exit code."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        # The child has left its core already.
+        # The child has already dumped its core.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if number != signal.SIGKILL:
             signal.signal(number, signal.SIG_DFL)
@@ -95,8 +99,7 @@ def _exit(status: int) -> None:
 
 
 def reap_children(pid: int) -> int | None:
-    """Collects all children that have ended, also orphans that came to this process. Returns the wait status of one, None if it
-    lives."""
+    """Reaps all children that have ended, including adopted orphans. Returns the wait status of the child `pid`; None: it lives."""
     status = None
     with contextlib.suppress(ChildProcessError):
         while (child := os.waitpid(-1, os.WNOHANG))[0]:
@@ -105,7 +108,7 @@ def reap_children(pid: int) -> int | None:
 
 
 def end_with(parent: int) -> None:
-    """Ends this process with its parent, on Linux."""
+    """Makes this process end when its parent ends, on Linux. `parent` is the pid of the parent."""
     if LIBC is not None:
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
@@ -113,13 +116,13 @@ def end_with(parent: int) -> None:
 
 
 def collect_orphans() -> None:
-    """Makes this process, on Linux, the parent of what loses its own below it."""
+    """Makes this process a subreaper on Linux: descendants that lose their parent become its children."""
     if LIBC is not None:
         LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kill_started(pid: int) -> None:
-    """Kills, on Linux, what a process has started and what those have, until nothing of it is left."""
+    """Kills all descendants of a process on Linux, until none is left."""
     for _ in range(MOST_KILLS):
         descendants = started_by(pid)
         for descendant in descendants:
@@ -131,7 +134,7 @@ def kill_started(pid: int) -> None:
 
 
 def started_by(pid: int) -> list[int]:
-    """The descendants of a process that have not ended; none outside Linux."""
+    """The pids of the descendants of a process that have not ended; empty on other systems than Linux."""
     if sys.platform != "linux":
         return []
     children = children_of if os.path.exists(f"/proc/{pid}/task/{pid}/children") else all_children().get
@@ -142,7 +145,7 @@ def started_by(pid: int) -> list[int]:
 
 
 def children_of(pid: int) -> list[int]:
-    """The children of a process, as the kernel lists them (where it is built with CONFIG_PROC_CHILDREN)."""
+    """The pids of the children of a process, from a list that kernels with CONFIG_PROC_CHILDREN have."""
     children: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -152,7 +155,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def all_children() -> dict[int, list[int]]:
-    """The children of every process."""
+    """The pids of the children of every process, by the pid of the parent."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         children.setdefault(stat(name)[1], []).append(int(name))
@@ -160,7 +163,7 @@ def all_children() -> dict[int, list[int]]:
 
 
 def stat(pid: int | str) -> tuple[bytes, int]:
-    """The state of a process and its parent."""
+    """The state letter of a process, and the pid of its parent. A process that does not exist has the state X."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state, parent = file.read().rpartition(b")")[2].split()[:2]

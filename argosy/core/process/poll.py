@@ -1,11 +1,11 @@
-"""Waiting for descriptors of any number: `select.select` fails beyond 1,023, which a run reaches that keeps many files open."""
+"""Waits for file descriptors. `select.select` fails for descriptors above 1,023, which a run with many open files reaches."""
 
 import select
 from collections.abc import Sequence
 
 
 def ready_to_read(files: Sequence[int], timeout: float) -> list[int]:
-    """The descriptors that can be read without waiting, after at most so many seconds. A closed pipe can be."""
+    """Waits at most `timeout` seconds, and returns the descriptors that can be read without blocking, including closed pipes."""
     waiting = select.poll()
     for file in files:
         waiting.register(file, select.POLLIN)

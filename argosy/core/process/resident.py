@@ -1,4 +1,4 @@
-"""Gives memory back to the system that the process holds and does not use. On Linux only; elsewhere nothing happens."""
+"""Returns unused memory of the process to the system. Works only on Linux, and does nothing elsewhere."""
 
 import ctypes
 import functools
@@ -10,21 +10,22 @@ DONT_NEED = 4
 
 
 def drop(address: int, length: int) -> None:
-    """Drops the pages of memory that lie entirely in a range. The next access finds what is behind them: zeros in the process's own
-    memory, the file's bytes in a mapped file. So it loses nothing where memory holds zeros or is a read-only map.
+    """Drops the memory pages that lie completely in a range. The next access finds zeros, or the bytes of the file in a mapped file. So
+    nothing is lost if the range holds only zeros or is a read-only map.
 
     Args:
-        address, length: in bytes.
+        address: the first byte of the range.
+        length: the length of the range in bytes.
     """
     begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (address + length) // mmap.PAGESIZE * mmap.PAGESIZE
     if begin < end and (libc := _libc()) is not None:
-        # A refusal, such as of locked pages, leaves them as they are.
+        # If the kernel refuses, for instance for locked pages, they stay as they are.
         libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), DONT_NEED)
 
 
 def trim() -> None:
-    """Returns what malloc keeps for later requests. After weights are loaded and programs compiled, this is 80 to 120 MB."""
+    """Returns the memory that malloc keeps for later requests: 80 to 120 MB after weights are loaded and programs are compiled."""
     if (libc := _libc()) is not None and hasattr(libc, "malloc_trim"):
         libc.malloc_trim(ctypes.c_size_t(0))
 

@@ -1,16 +1,17 @@
-"""What Ctrl-C, SIGTERM and SIGHUP (a dropped SSH connection) do to a command.
+"""Handles Ctrl-C, SIGTERM and SIGHUP (a dropped SSH connection) in a command.
 
-By default they end the process at once, with exit code 128 + the signal's number. Nothing is lost by that: files are written
-so that even SIGKILL cannot harm them. Inside `asked_to_stop()` the first signal only asks, so that a training run can save
-its state; the second ends the process. A second SIGHUP does not: when a terminal closes, its shell and the kernel may each
-send one.
+By default they end the process at once, with exit code 128 + the signal's number. Nothing is lost, because files are written so that
+even SIGKILL cannot harm them. Inside `asked_to_stop()`, the first signal only requests a stop, so that a training run can save its
+state, and the second signal ends the process. A second SIGHUP does not end it, because the shell and the kernel may each send one when
+a terminal closes.
 
-A thread does it, woken by the C-level handler through `signal.set_wakeup_fd`. Python runs its own handlers in the main thread
-between two bytecodes: not while XLA compiles, and an exception raised from one inside a callback of jax is discarded. Leaving
-by `os._exit` also skips the interpreter's teardown, in which XLA's threads crash, and which takes 0.8 CPU seconds after training.
+A thread handles signals. The C-level handler wakes it through `signal.set_wakeup_fd`. Python's own handlers would not do: they run in
+the main thread between two bytecodes, so not while XLA compiles, and jax discards an exception that is raised inside of its callbacks.
+The thread calls `os._exit`, which skips the interpreter's teardown. In the teardown, XLA's threads crash, and it takes 0.8 CPU seconds
+after training.
 
-The process is taken over by `take_over()`, which only the command line calls. A program that imports argosy keeps its own
-handlers; there `asked_to_stop()` sets handlers for as long as it lasts.
+Only the command line calls `take_over()`, which sets this up. A program that imports argosy keeps its own handlers. There,
+`asked_to_stop()` sets handlers only as long as its block runs.
 """
 
 import atexit
@@ -25,15 +26,16 @@ from typing import Any
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 HANG_UP = getattr(signal, "SIGHUP", None)
-# A callback may hang on a lock of the interrupted code; the process must end all the same.
+# Limit for callbacks of `before_leaving`, which may hang on a lock of the interrupted code.
 CLEANING_S = 2.0
 
 
 @dataclass
 class Stop:
-    """Whether a signal has asked for a stop.
+    """Tells whether a signal has requested a stop.
 
-    code: 128 + its number, 0 while none has.
+    message: the text that is printed when this happens.
+    code: 128 + the number of the signal; 0: there was no signal yet.
     """
 
     message: str
@@ -52,8 +54,8 @@ class _State:
 
 
 def take_over() -> None:
-    """Makes signals of this process work as described above. For the main thread of a command, once, before anything slow."""
-    # Windows has one signal, and Python's own handler for it.
+    """Sets up the handling of signals described above. Called once in the main thread of a command, before anything slow."""
+    # Windows has only one signal, and Python's own handler is used for it.
     if os.name == "nt" or _State.taken_over:
         return
     _State.taken_over = True
@@ -66,15 +68,15 @@ def take_over() -> None:
     for number in SIGNALS:
         if _is_handled(number):
             signal.signal(number, _no_op)
-    # The thread inherits the mask: a signal that it took while `hold` keeps them waiting would be lost to exec.
+    # The thread inherits the mask, so that it takes no signal. Otherwise a signal that `hold` keeps pending would be lost in exec.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     threading.Thread(target=_watch, args=(reader,), daemon=True, name="signals").start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def end_command(code: int) -> None:
-    """Fixes the exit code of a command that has ended; signals no longer change it. Other threads and exit functions are still waited
-    for; the interpreter's teardown is skipped."""
+    """Fixes the exit code of a command that has ended, which signals no longer change. Other threads and exit functions still finish.
+    The interpreter's teardown is skipped."""
     if _State.taken_over:
         _State.code = code
         for number in SIGNALS:
@@ -82,7 +84,7 @@ def end_command(code: int) -> None:
 
 
 def ended_with() -> int | None:
-    """The exit code that was passed to `end_command`; None before."""
+    """The exit code that was passed to `end_command`; None: it was not called yet."""
     return _State.code
 
 
@@ -95,21 +97,21 @@ def _skip_teardown() -> None:
 
 
 def is_command() -> bool:
-    """Whether this process is the command line's own: not a program, or a test, that calls it."""
+    """Whether this process is the command line itself, and not a program or test that calls it."""
     return _State.taken_over
 
 
 def hold() -> None:
-    """Keeps signals waiting until `take_over` in the program that this process is about to become: the mask outlives exec, and
-    a Ctrl-C while Python starts would end in a traceback."""
+    """Keeps signals pending until the program that this process will exec calls `take_over`. The mask survives exec. Without it, a
+    Ctrl-C while Python starts would print a traceback."""
     if os.name != "nt":
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
 @contextmanager
 def asked_to_stop(message: str | Stop = "stopping") -> Iterator[Stop]:
-    """In here the first signal sets the `Stop` and prints its message on stderr at once; a second one ends the process, unless it
-    is SIGHUP."""
+    """A context manager inside which the first signal sets the yielded `Stop`, and prints its message on stderr at once. A second
+    signal ends the process, unless it is SIGHUP."""
     stop = Stop(message) if isinstance(message, str) else message
     if _State.taken_over:
         _State.stops.append(stop)
@@ -128,7 +130,7 @@ def asked_to_stop(message: str | Stop = "stopping") -> Iterator[Stop]:
         _print(stop.message)
 
     before: dict[int, Any] = {}
-    # Elsewhere, whoever runs us handles signals.
+    # In other threads, the program that runs this code handles signals.
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, ask) for number in SIGNALS if _is_handled(number)}
     try:
@@ -140,8 +142,8 @@ def asked_to_stop(message: str | Stop = "stopping") -> Iterator[Stop]:
 
 @contextmanager
 def raising() -> Iterator[None]:
-    """In here a signal raises in the main thread, where readline waits for a line and must give the terminal back as it was:
-    KeyboardInterrupt, or SystemExit with the code."""
+    """A context manager inside which a signal raises KeyboardInterrupt, or SystemExit with the exit code, in the main thread. It is
+    used while readline waits for a line, so that readline can restore the terminal."""
     if not _State.taken_over:
         yield
         return
@@ -166,7 +168,7 @@ def raising() -> Iterator[None]:
         done.set()
         signal.set_wakeup_fd(-1)
         os.close(writer)
-        # A signal that it sends now must not count as another one.
+        # A signal that this thread sends now must not count as another signal.
         again.join()
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -174,8 +176,8 @@ def raising() -> Iterator[None]:
 
 
 def _send_again(reader: int, done: threading.Event) -> None:
-    """Sends a signal to the main thread again until it is seen. Python looks for signals, then waits for a key; one that comes
-    between the two, or to another thread, would be seen with the next key."""
+    """Sends a signal to the main thread again until it is noticed. Python checks for signals, and then waits for a key. A signal that
+    arrives between the two, or in another thread, would be noticed only with the next key."""
     number = os.read(reader, 1)
     while number and not done.wait(0.05):
         signal.pthread_kill(threading.main_thread().ident or 0, number[0])
@@ -184,8 +186,8 @@ def _send_again(reader: int, done: threading.Event) -> None:
 
 @contextmanager
 def before_leaving(do: Callable[[], object]) -> Iterator[None]:
-    """Calls `do` if a signal ends the process in here, or Ctrl-C the block: to say what is left undone, to end a child process.
-    It may run in another thread, and has two seconds."""
+    """A context manager that calls `do` if a signal ends the process inside, or if Ctrl-C ends the block, for instance to end a child
+    process. `do` may run in another thread, and has CLEANING_S seconds."""
     _State.leaving.append(do)
     try:
         yield
@@ -197,12 +199,12 @@ def before_leaving(do: Callable[[], object]) -> Iterator[None]:
 
 
 def _is_handled(number: int) -> bool:
-    """Whether the signal may end this process. nohup ignores SIGHUP, and a command under nohup must keep running."""
+    """Whether this signal may end the process. It may not if the signal is ignored, as SIGHUP is under nohup."""
     return number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN
 
 
 def _no_op(number: int, frame: Any) -> None:
-    """Does nothing; the thread acts. Without a Python handler the C-level one would not write to the wake-up descriptor."""
+    """Does nothing, because the thread handles the signal. Without a Python handler, the C-level handler would not wake the thread."""
 
 
 def _watch(reader: int) -> None:
@@ -231,7 +233,7 @@ def _leave(code: int) -> None:
 
 
 def _print(text: str) -> None:
-    """Writes past Python's buffer, whose lock the interrupted code may hold."""
+    """Writes to stderr without Python's buffer, whose lock the interrupted code may hold."""
     try:
         os.write(2, f"{text}\n".encode())
     except OSError:

@@ -1,6 +1,6 @@
-"""Text streams whose reader may be gone: a pipe after `| head`, a terminal after a dropped connection.
+"""Writes to text streams whose reader may be gone: a pipe to `head`, or a terminal after a dropped connection.
 
-A verb whose result is on disk must not fail because nobody reads what it prints.
+A command whose result is on disk must not fail because nobody reads what it prints.
 """
 
 import errno
@@ -44,8 +44,8 @@ def is_gone(error: OSError) -> bool:
 
 
 def silence(stream: TextIO) -> None:
-    """Sends what is still in a stream's buffer, and all that follows, to the null device. Python flushes the standard streams once
-    more at exit, and would change the exit code to 120."""
+    """Sends the rest of a stream's buffer, and all later output, to the null device. Otherwise Python's flush of the standard streams
+    at exit would fail, and change the exit code to 120."""
     try:
         number = stream.fileno()
     except (OSError, ValueError, AttributeError):
