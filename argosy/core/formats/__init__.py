@@ -1,8 +1,8 @@
-"""Containers of tensors (names, shapes, bytes), and what they have in common.
+"""Interfaces for containers of tensors: files that hold tensors with names, shapes and types.
 
-Every container is read through one small interface, so a reader of tensors need not know how they are stored, and is written from
-descriptions, so that one tensor at a time is in memory. Files are mapped: opening 100 GB costs nothing. This module knows no
-models and no tensor names; `core.keymap` handles names.
+Every container is read through one small interface, `TensorReader`, so readers of tensors do not depend on the file format. It is
+written from descriptions of tensors, `TensorEntry`, so that only one tensor at a time is in memory. Files are memory-mapped, so that
+opening 100 GB is fast. This module knows no models and no tensor names; `core.keymap` handles names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 @runtime_checkable
 class TensorReader(Protocol):
-    """Tensors by name. `read` may return a read-only view of a mapped file."""
+    """Reads tensors by name. `read` may return a read-only view of a mapped file."""
 
     @property
     def names(self) -> KeysView[str]: ...
@@ -42,25 +42,29 @@ class Parted(Protocol):
 
 @runtime_checkable
 class Composed(Protocol):
-    """A `TensorReader` some of whose tensors are computed from several parts, and are larger in memory than in the file."""
+    """A `TensorReader` that computes some tensors from several parts, so that they are larger in memory than in the file. `is_apart`
+    tells whether a tensor is one of these."""
 
     def is_apart(self, name: str) -> bool: ...
 
 
 def is_apart(reader: TensorReader, name: str) -> bool:
-    """Whether the tensor should be read part by part."""
+    """Whether a tensor should be read one entry of its first axis at a time, by `read_part`."""
     return isinstance(reader, Composed) and reader.is_apart(name)
 
 
 def read_part(reader: TensorReader, name: str, i: int) -> np.ndarray:
-    """The `i`-th entry along the first axis of a tensor; sliced from the complete tensor if the reader cannot read parts."""
+    """Reads the `i`-th entry along the first axis of a tensor. If the reader cannot read parts, the complete tensor is read and
+    sliced."""
     return reader.read_part(name, i) if isinstance(reader, Parted) else reader.read(name)[i]
 
 
 class TensorEntry(NamedTuple):
-    """A tensor to be written. `make` is called once, when the tensor is written.
+    """A tensor to be written.
 
-    parts: if given, called instead of `make`; yields the entries of the first axis one after the other.
+    name, shape, dtype: of the tensor in the file.
+    make: returns the tensor. It is called once, when the tensor is written.
+    parts: called instead of `make`, if it is not None. It yields the entries of the first axis one after the other.
     """
 
     name: str
@@ -74,10 +78,11 @@ class TensorView:
     """The tensors of another reader under other names, in other types, or with other values.
 
     Args:
-        names: {new name: name there}; all names as they are there by default.
-        dtypes: the types of tensors that are converted as they are read.
-        change: called as change(name, read, part) for each read: `read()` gives the tensor, or its `part`-th entry of the first axis,
-            and what `change` returns takes its place.
+        reader: the other reader.
+        names: new name -> name in the other reader; None: all names, unchanged.
+        dtypes: the types, by new name, of tensors that are converted when they are read.
+        change: called as change(name, read, part) instead of reading a tensor, and returns the new values. `read()` returns the tensor
+            of the other reader, or, if `part` is not None, its `part`-th entry along the first axis.
     """
 
     def __init__(
@@ -110,7 +115,7 @@ class TensorView:
         return is_apart(self.reader, self.source(name))
 
     def source(self, name: str) -> str:
-        """The name there."""
+        """The name of a tensor in the other reader."""
         return name if self._names is None else self._names[name]
 
     def _changed(self, name: str, read: Callable[[], np.ndarray], part: int | None) -> np.ndarray:
@@ -119,8 +124,8 @@ class TensorView:
 
 
 class OverlaidTensors:
-    """The tensors of one reader, with those of another in their place or beside them. What takes the place of a tensor is converted to
-    its type."""
+    """The tensors of two readers. A tensor of `above` replaces the tensor of `reader` with the same name, and is converted to its
+    type."""
 
     def __init__(self, reader: TensorReader, above: TensorReader):
         self.reader, self.above = reader, above
@@ -150,7 +155,7 @@ class OverlaidTensors:
 
 
 class Arrays:
-    """A mapping of arrays as a `TensorReader`. jax arrays are copied to the host one by one."""
+    """A `TensorReader` of arrays in memory. jax arrays are copied to the host when they are read."""
 
     def __init__(self, arrays: Mapping[str, Any]):
         self.arrays = arrays
@@ -174,10 +179,10 @@ class Arrays:
 
 
 def map_file(path: Path) -> np.ndarray:
-    """A file's bytes as a read-only, memory-mapped uint8 array. The file must keep its length while the array exists.
+    """Maps the bytes of a file as a read-only uint8 array. The file must keep its length while the array exists.
 
     Raises:
-        BadInput: there is no such file, no permission, or it is not a file.
+        BadInput: there is no such file, no permission, or the path is a folder.
         Damaged: the file is empty.
     """
     import numpy as np
@@ -195,17 +200,17 @@ def map_file(path: Path) -> np.ndarray:
 
 
 def damaged_container(path: Path, problem: str) -> Damaged:
-    """The error of a container whose bytes contradict each other."""
+    """The error for a container whose bytes contradict each other."""
     return Damaged(f"`{path.name}` is damaged: {problem}", where=f"in {path}", hint="copy or download it again")
 
 
 def quote_name(name: str, most: int = 120) -> str:
-    """A name from an untrusted file, made safe for one line of an error."""
+    """Quotes a name from an untrusted file for a line of an error: shortened, and with special characters escaped."""
     return f"`{name if len(name) <= most else name[:most] + '...'}`".encode("unicode_escape").decode("ascii")
 
 
 def problem_list(items: Iterable[str], most: int = 20) -> str:
-    """The first of many problems in one line, and the number of the rest."""
+    """The first `most` problems as one line, and the number of further problems."""
     items = list(items)
     rest = f"; and {len(items) - most} more" if len(items) > most else ""
     return "; ".join(items[:most]) + rest

@@ -1,12 +1,12 @@
 """Encodes float32 as GGUF's block types: the inverse of `quants`.
 
-Q8_0, Q4_0, Q4_1, Q5_0 and Q5_1 are bit for bit what gguf-py's quantizers give (ggml-org/llama.cpp, gguf-py/gguf/quants.py). Q4_K, Q5_K
-and Q6_K use the searches of ggml's reference without importances (`make_qkx2_quants` and `make_qx_quants` in ggml-quants.c): several
-scales are tried, for each the least squares of scale and minimum, and the one with the smallest weighted error is kept. Two things
-differ: sums are numpy's, so that of two scales with errors within rounding the other may be chosen; and codes under a scale of 0, which
-decode to the same number whatever they are, are 0.
+Q8_0, Q4_0, Q4_1, Q5_0 and Q5_1 are bit for bit equal to gguf-py's quantizers (ggml-org/llama.cpp, gguf-py/gguf/quants.py). Q4_K, Q5_K
+and Q6_K use the searches of ggml's reference without importances (`make_qkx2_quants` and `make_qx_quants` in ggml-quants.c). They try
+several scales, fit scale and minimum by least squares for each, and keep the one with the smallest weighted error. Two things differ
+from ggml. Sums are numpy's, so if two scales have equal errors up to rounding, the other one may be chosen. Codes under a scale of 0
+are 0, because all codes decode to the same number then.
 
-A block with a number that is not finite becomes NaN; so does one whose scale is beyond float16. Blocks of zeros become zeros.
+A block with a number that is not finite, or with a scale beyond float16, becomes NaN. Blocks of zeros become zeros.
 """
 
 from collections.abc import Callable
@@ -18,17 +18,20 @@ import numpy as np
 from argosy.core.formats.quants import BY_NAME, CHUNK
 from argosy.core.process.cores import core_count
 
-# No type has a scale for numbers from here on, and their squares are still finite.
+# No type has a scale for numbers of this size and larger. The squares of smaller numbers are finite.
 _BEYOND = np.float32(1e9)
-# Smaller than this, ggml takes a group of Q6_K for zeros.
+# A group of Q6_K whose numbers are all smaller than this counts as zeros in ggml.
 _ALL_ZEROS = np.float32(1e-15)
 
 
 def encode(name: str, w: np.ndarray) -> np.ndarray:
-    """Numbers as blocks, float32 [... k * values] -> uint8 [... k * bytes]. Chunks are encoded on all cores.
+    """Encodes numbers as blocks, float32 [... k * values] -> uint8 [... k * bytes]. Chunks are encoded on all cores.
+
+    Args:
+        name: the name of the block type, a key of ENCODERS.
 
     Raises:
-        KeyError: no encoder for this type.
+        KeyError: there is no encoder for this type.
         ValueError: the last axis is not a whole number of blocks.
     """
     kind, encoder = BY_NAME[name], ENCODERS[name]
@@ -39,7 +42,7 @@ def encode(name: str, w: np.ndarray) -> np.ndarray:
     step = max(1, CHUNK // kind.values)
 
     def encode_chunk(start: int) -> None:
-        # Garbage is dealt with by `_defined`.
+        # `_defined` handles numbers that are not finite.
         with np.errstate(all="ignore"):
             out[start : start + step] = _defined(name, blocks[start : start + step], encoder)
 
@@ -54,8 +57,8 @@ def encode(name: str, w: np.ndarray) -> np.ndarray:
 
 
 def _defined(name: str, x: np.ndarray, encoder: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Encoded blocks, NaN where numbers are not finite or a scale is not."""
-    # NaN is no smaller either.
+    """Encodes blocks. A block becomes NaN if a number or a scale is not finite."""
+    # NaN compares as False, so it counts as broken too.
     broken = np.logical_not(np.all(np.abs(x) < _BEYOND, axis=1))
     out = encoder(np.where(broken[:, None], np.float32(0), x))
     halves = HALVES.get(name, slice(0, 2))
@@ -67,19 +70,19 @@ def _defined(name: str, x: np.ndarray, encoder: Callable[[np.ndarray], np.ndarra
 
 
 def _packed(codes: np.ndarray, bits: int, width: int) -> np.ndarray:
-    """Bit fields, uint8 [n, m * 8 / bits] -> [n, m], the first ones in the lowest bits of each `width` bytes."""
+    """Packs bit fields, uint8 [n, m * 8 / bits] -> [n, m]. The first fields are in the lowest bits of each `width` bytes."""
     count = 8 // bits
     fields = codes.reshape(len(codes), -1, count, width) << np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     return np.bitwise_or.reduce(fields, axis=2).reshape(len(codes), -1)
 
 
 def _half(scale: np.ndarray) -> np.ndarray:
-    """float32 [n, 1] as the two bytes of a float16."""
+    """Converts float32 [n, 1] to the two bytes of a float16, uint8 [n, 2]."""
     return scale.astype("<f2").view(np.uint8)
 
 
 def _inverse(scale: np.ndarray) -> np.ndarray:
-    """1 / scale, and 0 where the scale is 0, or so small that this is infinite."""
+    """1 / scale, or 0 where this is infinite because the scale is 0 or tiny."""
     inverse = 1 / scale
     return np.where(np.isfinite(inverse), inverse, np.float32(0))
 
@@ -88,7 +91,7 @@ def _inverse(scale: np.ndarray) -> np.ndarray:
 
 
 def _q8_0(x: np.ndarray) -> np.ndarray:
-    """Half-way numbers are rounded away from zero."""
+    """Encodes Q8_0. Half-way numbers are rounded away from zero."""
     d = np.abs(x).max(1, keepdims=True) / np.float32(127)
     scaled = x * _inverse(d)
     whole = np.trunc(scaled)
@@ -97,7 +100,8 @@ def _q8_0(x: np.ndarray) -> np.ndarray:
 
 
 def _by_largest(x: np.ndarray, half: int) -> tuple[np.ndarray, np.ndarray]:
-    """Scale and codes where the number of the largest magnitude gets the code 0, as ggml's Q4_0 and Q5_0 have it."""
+    """The scale and the codes of each block, in which the number with the largest magnitude has the code 0, as in ggml's Q4_0 and
+    Q5_0."""
     at = np.abs(x).argmax(1)[:, None]
     d = np.take_along_axis(x, at, 1) / np.float32(-half)
     codes = np.trunc(x * _inverse(d) + np.float32(half + 0.5))
@@ -105,7 +109,7 @@ def _by_largest(x: np.ndarray, half: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _by_range(x: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Scale, least number and codes."""
+    """The scale, the smallest number and the codes of each block. `most` is the largest code."""
     least = x.min(1, keepdims=True)
     d = (x.max(1, keepdims=True) - least) / np.float32(most)
     codes = np.trunc((x - least) * _inverse(d) + np.float32(0.5))
@@ -136,11 +140,12 @@ def _q5_1(x: np.ndarray) -> np.ndarray:
 
 
 def _scale_and_minimum(x: np.ndarray, most: int, first: float, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """The scale and what is subtracted for each group of 32, x [n, groups, 32] -> two of [n, groups].
+    """The scale and the minimum, which decoding subtracts, of each group of 32: x [n, groups, 32] -> two arrays [n, groups].
 
     Args:
         most: the largest code.
-        first, steps: of the numbers first, first + 0.1 ... that are added to `most` for the scales that are tried.
+        first: the first of the numbers that are added to `most` for the scales to try.
+        steps: the number of further such numbers, at distances of 0.1.
     """
     weights = np.sqrt((x * x).mean(-1, keepdims=True)) + np.abs(x)
     shift, largest = np.minimum(x.min(-1), 0), x.max(-1)
@@ -148,7 +153,7 @@ def _scale_and_minimum(x: np.ndarray, most: int, first: float, steps: int) -> tu
     of_weights, of_x = weights.sum(-1), (weights * x).sum(-1)
 
     def codes(count: Any) -> np.ndarray:
-        """The range from the best minimum so far to the largest number, divided by `count`."""
+        """The codes for a scale that divides the range from the best minimum so far to the largest number by `count`."""
         scaled = x - shift[..., None]
         scaled *= (np.float32(count) / (largest - shift))[..., None]
         return np.clip(np.rint(scaled, out=scaled), 0, most, out=scaled)
@@ -181,14 +186,14 @@ def _scale_and_minimum(x: np.ndarray, most: int, first: float, steps: int) -> tu
 
 
 def _six_bits(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of eight groups in six bits, and their scale [n, 1]."""
+    """Encodes the numbers of eight groups in six bits each, uint8 [n, 8]. Also returns their scale, [n, 1]."""
     most = np.maximum(values.max(1, keepdims=True), 0)
     codes = np.minimum(np.rint(np.where(most > 0, 63 / most, 0) * values), 63)
     return np.maximum(codes, 0).astype(np.uint8), most / np.float32(63)
 
 
 def _with_minima(x: np.ndarray, most: int, first: float, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first 16 bytes of Q4_K and Q5_K: two float16, then eight scales and eight minima of six bits; and the codes [n, 256]."""
+    """The first 16 bytes of Q4_K and Q5_K blocks (two float16, eight scales and eight minima of six bits), and the codes [n, 256]."""
     groups = x.reshape(-1, 8, 32)
     scales, minima = _scale_and_minimum(groups, most, first, steps)
     (s, d), (m, dmin) = _six_bits(scales), _six_bits(minima)
@@ -211,11 +216,11 @@ def _q5_k(x: np.ndarray) -> np.ndarray:
 
 
 def _scale_without_minimum(x: np.ndarray) -> np.ndarray:
-    """The scale of each group, x [n, groups, 16] -> [n, groups], for codes of -32 to 31; errors are weighted by the squares."""
+    """The scale of each group, x [n, groups, 16] -> [n, groups], for codes from -32 to 31. Errors are weighted by the squares of x."""
     weights = x * x
     at = np.abs(x).argmax(-1)[..., None]
     largest = np.take_along_axis(x, at, -1)
-    # Less than any quotient, so that the first one counts.
+    # Smaller than any quotient, so that the first scale is taken.
     best, scale = np.full(x.shape[:-1], -1, np.float32), np.zeros(x.shape[:-1], np.float32)
     for step in (0, *range(-9, 0), *range(1, 10)):
         q = np.clip(np.rint(-(32 + np.float32(0.1) * np.float32(step)) / largest * x), -32, 31)
@@ -243,5 +248,5 @@ ENCODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
 }  # fmt: skip
 """By ggml's name of the type."""
-# Where the float16 numbers of a block lie; of the others in its first two bytes.
+# The bytes of a block that hold float16 numbers. In other types, these are the first two bytes.
 HALVES = {"Q4_1": slice(0, 4), "Q5_1": slice(0, 4), "Q4_K": slice(0, 4), "Q5_K": slice(0, 4), "Q6_K": slice(208, 210)}

@@ -1,8 +1,8 @@
-"""Files to be written: a name, a size known beforehand, and the bytes, slab by slab.
+"""Describes files to be written: a name, a size known beforehand, and the bytes in slabs, which are parts of a few MiB.
 
-Since sizes are known before the first byte, disk space can be checked, and a file cut short by a kill can be recognized. No
-tensor is copied as a whole: transposed tensors are put in order slab by slab. This module knows neither where the files go nor
-what is in them: `safetensors` and `zarr` lay them out, `weights.staging` writes them.
+Sizes are known before the first byte is written, so disk space can be checked, and a file that was cut short by a kill can be
+recognized. No tensor is copied as a whole: transposed tensors are made contiguous slab by slab. This module knows neither where the
+files are written nor what they hold: `safetensors` and `zarr` lay them out, and `weights.staging` writes them.
 """
 
 import os
@@ -16,7 +16,7 @@ import numpy as np
 from argosy.core.errors import BadInput
 from argosy.core.formats import Shape, TensorEntry
 
-# Memory of this size is reused by the allocator; slabs of 32 MB would be new pages from the system each time.
+# The allocator reuses memory of this size. Slabs of 32 MB would be new pages from the system each time.
 SLAB_BYTES = 1 << 23
 
 # Returns the same numbers, contiguous in memory.
@@ -24,8 +24,13 @@ Order = Callable[[np.ndarray], np.ndarray]
 
 
 class File(NamedTuple):
-    """`slabs` is called once, when the file is written, with the function that makes an array contiguous; it yields uint8
-    arrays."""
+    """A file to be written.
+
+    name: the name of the file.
+    bytes: the size of the file.
+    slabs: yields the content as uint8 arrays. It is called once, when the file is written, with the function that makes an array
+        contiguous.
+    """
 
     name: str
     bytes: int
@@ -33,7 +38,7 @@ class File(NamedTuple):
 
 
 def of_bytes(name: str, data: bytes) -> File:
-    """A small file from its complete contents."""
+    """A small file with this content."""
     return File(name, len(data), lambda order: iter([np.frombuffer(data, np.uint8)]))
 
 
@@ -56,7 +61,7 @@ def write_file(path: Path, file: File, order: Order = np.ascontiguousarray) -> N
 
 
 def sync(path: Path) -> None:
-    """Forces a file, or the names in a folder, to disk."""
+    """Forces a file, or the list of names in a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -68,7 +73,7 @@ def check_space(folder: Path, needed: int) -> None:
     """Checks that `needed` bytes fit on the disk of a folder that may not exist yet.
 
     Raises:
-        BadInput: they do not fit.
+        BadInput: there is not enough space.
     """
     place = folder.absolute()
     while not place.exists():
@@ -87,10 +92,10 @@ def write_all(out: BinaryIO, slab: np.ndarray) -> None:
 
 
 def slabs(entry: TensorEntry, order: Order) -> Iterator[np.ndarray]:
-    """A tensor's bytes in C order, complete or part by part.
+    """Yields the bytes of a tensor in C order, as uint8 slabs.
 
     Raises:
-        ValueError: it differs from its announced shape or type.
+        ValueError: the tensor differs from the shape or type of its entry.
     """
     if entry.parts is None:
         yield from _in_slabs(entry.name, entry.make(), entry.shape, entry.dtype, order)
@@ -112,7 +117,7 @@ def _in_slabs(name: str, values: np.ndarray, shape: Shape, dtype: np.dtype, orde
 
 
 def pieces(array: np.ndarray, most_bytes: int) -> Iterator[np.ndarray]:
-    """The array cut along its first axes, in C order, into pieces of at most `most_bytes` bytes (at least one number)."""
+    """Cuts an array along its first axes, in C order, into pieces of at most `most_bytes` bytes, but at least one number."""
     if array.nbytes <= most_bytes or array.ndim == 0:
         yield array
         return

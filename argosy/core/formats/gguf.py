@@ -1,8 +1,8 @@
-"""GGUF files, llama.cpp's container: metadata, a tokenizer's tables, and tensors. Read only.
+"""Reads GGUF files, the container of llama.cpp: metadata, the tables of a tokenizer, and tensors.
 
-Nothing is allocated before its size has been compared with the remaining bytes, so a hostile file ends in `Damaged` and costs a
-small multiple of its own length. Versions 2 and 3, little endian (ggml-org/ggml, docs/gguf.md). This module knows no families:
-names are mapped by `core.keymap`, block formats are in `quants`.
+Nothing is allocated before its size was compared with the remaining bytes. So a hostile file raises `Damaged`, and needs only a small
+multiple of its own length in memory. Versions 2 and 3, little-endian (ggml-org/ggml, docs/gguf.md). This module knows no families:
+`core.keymap` maps names, and block formats are in `quants`.
 """
 
 import math
@@ -23,7 +23,7 @@ from argosy.core.process.resident import drop
 # The limit of ggml.
 MOST_AXES = 4
 MOST_NAME_BYTES = 65_535
-# Of nested arrays.
+# The limit of nested arrays.
 MOST_DEPTH = 4
 ALIGNMENT = 32
 
@@ -35,9 +35,12 @@ _LEAST_PAIR, _LEAST_TENSOR = 13, 24
 
 
 class GGUFTensor(NamedTuple):
-    """Where a tensor is stored: `bytes` bytes from offset `begin` of the file.
+    """The description of a stored tensor.
 
-    shape: in numpy's order, rows last.
+    kind: the type in which it is stored.
+    shape: the shape in numpy's order, so the reverse of the file's.
+    begin: the offset of the first byte in the file.
+    bytes: the size in the file.
     """
 
     kind: Type
@@ -48,7 +51,12 @@ class GGUFTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class GGUF:
-    """An open file: its metadata, and a `TensorReader` of its tensors."""
+    """An open GGUF file, and a `TensorReader` of its tensors.
+
+    meta: the metadata by key.
+    places: the descriptions of the tensors by name.
+    data: the mapped bytes of the whole file, uint8.
+    """
 
     path: Path
     version: int
@@ -58,12 +66,13 @@ class GGUF:
 
     @staticmethod
     def open(path: str | Path) -> "GGUF":
-        """Reads metadata and checks the place of every tensor. Arrays of numbers become numpy arrays, others lists.
+        """Reads the metadata, and checks the position of every tensor. In metadata, arrays of numbers become numpy arrays, and others
+        lists.
 
         Raises:
-            BadInput: there is no such file, or it may not be read.
-            Damaged: the contents contradict each other or the file's length.
-            Unsupported: another version, big endian, one part of a split model, or a type of unknown size.
+            BadInput: there is no such file, or it cannot be read.
+            Damaged: the contents contradict each other or the length of the file.
+            Unsupported: the file has another version, is big-endian or one part of a split model, or has a type of unknown size.
         """
         path = Path(path)
         data = map_file(path)
@@ -94,15 +103,15 @@ class GGUF:
         return self.places[name].kind.dtype or np.dtype(np.float32)
 
     def raw(self, name: str) -> np.ndarray:
-        """A tensor's stored bytes, uint8, one row for each row of the tensor."""
+        """The stored bytes of a tensor, uint8. The last axis of the tensor becomes bytes, and the others are unchanged."""
         place = self.places[name]
         values, size = place.kind.values, place.kind.bytes
         *rows, last = place.shape or (1,)
         return self.data[place.begin : place.begin + place.bytes].reshape(*rows, last // values * size)
 
     def read(self, name: str) -> np.ndarray:
-        """A view of the file if the stored bytes are values, otherwise dequantized to float32. Bytes that were dequantized leave the
-        process's memory, where one view of another tensor would keep the whole file.
+        """Reads a tensor. The result is a view of the file if the stored bytes are plain numbers, otherwise dequantized to float32.
+        After dequantizing, the pages of the file are dropped from memory, which otherwise any view would keep there.
 
         Raises:
             Unsupported: the block type cannot be decoded.
@@ -117,7 +126,7 @@ class GGUF:
         return np.require(view.reshape(place.shape), requirements="A")
 
     def read_part(self, name: str, i: int) -> np.ndarray:
-        """Reads one entry of the first axis of a tensor with several axes; only that entry is dequantized."""
+        """Reads the `i`-th entry along the first axis of a tensor with several axes. Only that entry is dequantized."""
         if (kind := self.places[name].kind).dtype is None:
             raw = self.raw(name)[i]
             values = dequantize(kind.name, raw)
@@ -127,7 +136,7 @@ class GGUF:
 
 
 class _Cursor:
-    """Reads forward from a position, never beyond the end."""
+    """Reads forward from a position in the file, never beyond the end."""
 
     def __init__(self, data: memoryview, path: Path):
         self.data, self.path, self.at = data, path, 0
@@ -149,7 +158,7 @@ class _Cursor:
         return struct.unpack("<Q", self.take(8))[0]
 
     def count(self, noun: str, least_bytes: int) -> int:
-        """Reads a number of items that take at least `least_bytes` bytes each, checked against the remaining bytes."""
+        """Reads a number of items, and checks that so many items of at least `least_bytes` bytes each fit into the remaining bytes."""
         count = self.u64()
         if count * least_bytes > self.left:
             raise self.wrong(f"{count} {noun} do not fit into the {self.left} bytes left")
@@ -169,7 +178,7 @@ class _Cursor:
 
 
 def _preamble(cursor: _Cursor) -> tuple[int, int, int]:
-    """Version, number of tensors, number of keys."""
+    """Reads the version, the number of tensors and the number of keys."""
     if cursor.take(4) != b"GGUF":
         raise cursor.wrong("it does not begin with `GGUF`")
     version = cursor.u32()
@@ -206,7 +215,7 @@ def _value(cursor: _Cursor, code: int) -> Any:
 
 
 def _array(cursor: _Cursor, depth: int) -> Any:
-    """Numbers as a numpy array, anything else as a list."""
+    """Reads an array. Numbers become a numpy array, and other values a list."""
     if depth > MOST_DEPTH:
         raise cursor.wrong(f"arrays nested over {MOST_DEPTH} deep")
     code = cursor.u32()
@@ -230,7 +239,7 @@ def _switches(cursor: _Cursor, count: int) -> np.ndarray:
 
 
 def _places(cursor: _Cursor, tensors: int, alignment: int) -> dict[str, GGUFTensor]:
-    """Descriptions of the tensors, then the offset of their data: the next multiple of the alignment."""
+    """Reads the descriptions of the tensors. Their data begins at the next multiple of the alignment."""
     places: dict[str, GGUFTensor] = {}
     for _ in range(tensors):
         name = cursor.text(MOST_NAME_BYTES)

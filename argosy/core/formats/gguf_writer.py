@@ -1,7 +1,7 @@
 """Writes GGUF files: metadata, descriptions of the tensors, and their blocks, encoded slab by slab.
 
-A file's size is known beforehand, and one tensor at a time is in memory, in its own type; a slab of it becomes float32 and then blocks.
-Version 3, little endian (ggml-org/ggml, docs/gguf.md).
+The size of a file is known beforehand. One tensor at a time is in memory, in its own type. One slab of it at a time becomes float32,
+and then blocks. Version 3, little-endian (ggml-org/ggml, docs/gguf.md).
 """
 
 import math
@@ -30,14 +30,18 @@ _NUMBERS = {
 
 @dataclass(frozen=True)
 class RoundingError:
-    """Sums over the numbers of a tensor: of their squares, and of the squares of what rounding changed."""
+    """The rounding error of a tensor.
+
+    size: the sum of the squares of its numbers.
+    change: the sum of the squares of their changes by rounding.
+    """
 
     size: float = 0.0
     change: float = 0.0
 
     @property
     def relative(self) -> float:
-        """The root mean square of the change over that of the numbers."""
+        """The root mean square of the changes, divided by that of the numbers."""
         return math.sqrt(self.change / self.size) if self.size else 0.0
 
 
@@ -45,7 +49,9 @@ class RoundingError:
 class EncodedTensor:
     """A tensor to be written, and the type in which it is stored.
 
-    errors: what rounding changed, once it is written.
+    entry: the tensor.
+    type: ggml's name of the type.
+    errors: the rounding error, once the tensor is written.
     """
 
     entry: TensorEntry
@@ -61,10 +67,10 @@ class EncodedTensor:
         return math.prod(self.entry.shape) // self.kind.values * self.kind.bytes
 
     def slabs(self, order: Order) -> Iterator[np.ndarray]:
-        """Its blocks.
+        """Yields the encoded tensor as uint8 slabs, and then sets `errors`.
 
         Raises:
-            BadInput: a number is not finite, or beyond the type.
+            BadInput: a number is not finite, or too large for the type.
         """
         errors = RoundingError()
         parts = [self.entry.make()] if self.entry.parts is None else self.entry.parts()
@@ -95,13 +101,16 @@ class EncodedTensor:
 
 
 def gguf_file(name: str, meta: Mapping[str, Any], tensors: Sequence[EncodedTensor]) -> File:
-    """A file of this name.
+    """Describes a GGUF file to be written.
 
     Args:
-        meta: texts, switches, whole numbers (uint32), numbers (float32), numpy's numbers and arrays, and lists of texts.
+        name: the name of the file.
+        meta: the metadata: texts, bools, ints (written as uint32), floats (written as float32), numpy numbers and arrays, and lists of
+            texts.
+        tensors: the tensors.
 
     Raises:
-        ValueError: a value of another type, a row that is not a whole number of blocks, or too many axes.
+        ValueError: a value has another type, a row is not a whole number of blocks, or a tensor has too many axes.
     """
     head = b"GGUF" + struct.pack("<IQQ", VERSION, len(tensors), len(meta))
     head += b"".join(_text(key) + _value(value) for key, value in meta.items())
@@ -127,7 +136,7 @@ def _aligned(size: int) -> int:
 
 
 def _tensor_info(tensor: EncodedTensor, at: int) -> bytes:
-    """Name, shape, type and place. ggml has the innermost axis first."""
+    """The encoded description of a tensor whose data begins at offset `at`. ggml writes the innermost axis first."""
     shape: Shape = tensor.entry.shape
     if len(shape) > MOST_AXES or shape[-1] % tensor.kind.values:
         raise ValueError(f"`{tensor.entry.name}`: {list(shape)} cannot be stored as {tensor.type}")
@@ -141,7 +150,7 @@ def _text(text: str) -> bytes:
 
 
 def _value(value: Any) -> bytes:
-    """A type's number and a value."""
+    """The encoded value, after the number of its type."""
     if isinstance(value, str):
         return struct.pack("<I", _STRING) + _text(value)
     if isinstance(value, bool):

@@ -1,4 +1,5 @@
-"""Image files to arrays and back, and videos to animated files, by Pillow (the extra `images`); PNG images are written without it."""
+"""Converts image files to arrays and back, and videos to animated files, with Pillow (the extra `images`). Writing PNG images does not
+need Pillow."""
 
 import io
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,15 +18,15 @@ if TYPE_CHECKING:
 ImageFormat = Literal["png", "jpeg", "webp"]
 AnimationFormat = Literal["png", "webp", "gif"]
 Resampling = Literal["lanczos", "bilinear", "bicubic"]
-# Pillow's own bound against files that are small and decode to gigabytes.
+# Pillow's limit against small files that decode to gigabytes.
 MOST_PIXELS = 89_478_485
 
 
 def pillow() -> Any:
-    """Pillow's `Image` module.
+    """Imports Pillow's `Image` module.
 
     Raises:
-        BadInput: it is not installed.
+        BadInput: Pillow is not installed.
     """
     try:
         from PIL import Image
@@ -35,10 +36,10 @@ def pillow() -> Any:
 
 
 def read_image(data: bytes, most_pixels: int = MOST_PIXELS) -> "np.ndarray":
-    """An image file as [H W 3] uint8, or [H W 4] if it has transparency, turned as its camera says (EXIF).
+    """Decodes an image file to uint8 [H W 3], or [H W 4] if it has transparency, rotated as its EXIF data says.
 
     Raises:
-        BadInput: it is no image, is cut off, has more than `most_pixels` pixels, or pixels of 32 bits.
+        BadInput: the data is no image, is truncated, has more than `most_pixels` pixels, or has pixels of 32 bits per channel.
     """
     import numpy as np
 
@@ -54,40 +55,22 @@ def read_image(data: bytes, most_pixels: int = MOST_PIXELS) -> "np.ndarray":
             if turned.mode in ("I", "F"):
                 raise BadInput("pixels of 32 bits, which have no white that is known", hint="8 or 16 bits a channel")
             if turned.mode.startswith("I;16"):
-                # Pillow would cut them to 8 bits, and all but the darkest would be white.
+                # Pillow would clip 16-bit pixels to 8 bits, so that all but the darkest would be white.
                 turned = image_module.fromarray((np.array(turned) // 257).astype(np.uint8))
             clear = turned.mode in ("RGBA", "LA", "PA") or "transparency" in turned.info
             return np.array(turned.convert("RGBA" if clear else "RGB"))
     except BadInput:
         raise
     except Exception as error:
-        raise _unreadable(data, error) from None
-
-
-def image_size(data: bytes) -> tuple[int, int]:
-    """Height and width of an image file, by its head: no pixel is decoded.
-
-    Raises:
-        BadInput: it is no image.
-    """
-    image_module = pillow()
-    try:
-        with image_module.open(io.BytesIO(data)) as opened:
-            return opened.height, opened.width
-    except Exception as error:
-        raise _unreadable(data, error) from None
-
-
-def _unreadable(data: bytes, error: Exception) -> BadInput:
-    """What is said of an error of Pillow's readers, which raise many kinds on damaged files."""
-    message = " ".join(str(error).split())[:200]
-    # That of a file of no known kind names a Python object.
-    reason = "" if "cannot identify" in message else f", {message or type(error).__name__}"
-    return BadInput(f"no image that can be read: {described_bytes(data)}{reason}")
+        # Pillow's readers raise errors of many kinds on damaged files.
+        message = " ".join(str(error).split())[:200]
+        # The message for an unknown kind of file names a Python object, and is left out.
+        reason = "" if "cannot identify" in message else f", {message or type(error).__name__}"
+        raise BadInput(f"no image that can be read: {described_bytes(data)}{reason}") from None
 
 
 def described_bytes(data: bytes) -> str:
-    """What bytes are, by their first ones, and how many there are."""
+    """A phrase with the number of bytes, and the kind of file that the first bytes show."""
     if not data:
         return "no bytes"
     head = data[:HEAD_BYTES]
@@ -96,7 +79,7 @@ def described_bytes(data: bytes) -> str:
 
 
 def resize_image(image: "np.ndarray", height: int, width: int, resampling: Resampling = "lanczos") -> "np.ndarray":
-    """The image [H W C] uint8 at another size, by a filter of Pillow."""
+    """Resizes an image, uint8 [H W C], with a filter of Pillow."""
     import numpy as np
 
     if image.shape[:2] == (height, width):
@@ -106,19 +89,20 @@ def resize_image(image: "np.ndarray", height: int, width: int, resampling: Resam
 
 
 def is_stretched(shape: "Sequence[int]", size: "Sequence[int]") -> bool:
-    """Whether an image of this height and width gets another ratio of its sides at another size. A pixel more or less is rounding."""
+    """Whether resizing an image from `shape` to `size`, (height, width) each, changes its aspect ratio by more than rounding to a
+    pixel."""
     (height, width), (rows, columns) = shape[:2], size[:2]
     return abs(width * rows / height - columns) >= 1 and abs(height * columns / width - rows) >= 1
 
 
 def image_file(image: "np.ndarray", kind: ImageFormat = "png", quality: int = 95) -> bytes:
-    """The file of an image [H W C] uint8.
+    """Encodes an image, uint8 [H W C], as a file.
 
     Args:
-        quality: of JPEG and WebP, in percent.
+        quality: the quality of JPEG and WebP, in percent.
 
     Raises:
-        BadInput: the format needs Pillow, and it is not installed.
+        BadInput: the format needs Pillow, which is not installed.
     """
     if kind == "png":
         return png_bytes(image)
@@ -128,12 +112,12 @@ def image_file(image: "np.ndarray", kind: ImageFormat = "png", quality: int = 95
 
 
 def animation_file(frames: "np.ndarray", kind: AnimationFormat, rate: float, quality: int = 95) -> bytes:
-    """The file of a video [F H W 3] uint8, which is shown again and again. Frames that are equal are stored as one that is shown for
-    longer. Times are whole milliseconds; in GIF files, of 256 colors, hundredths of a second.
+    """Encodes a video, uint8 [F H W 3], as an animated file that repeats forever. Equal consecutive frames are stored as one frame with
+    a longer duration. Durations are rounded to milliseconds, and in GIF files, which have 256 colors, to hundredths of a second.
 
     Args:
-        rate: frames of a second.
-        quality: of WebP, in percent.
+        rate: the number of frames per second.
+        quality: the quality of WebP, in percent.
 
     Raises:
         BadInput: Pillow is not installed.

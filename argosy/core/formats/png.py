@@ -1,4 +1,4 @@
-"""Images as PNG files (ISO/IEC 15948), written without a library: 8 bits a channel, gray, RGB or RGBA, no interlacing."""
+"""Writes PNG files (ISO/IEC 15948) without a library: 8 bits per channel, gray, RGB or RGBA, without interlacing."""
 
 import struct
 import zlib
@@ -12,17 +12,17 @@ COLORS = {1: 0, 3: 2, 4: 6}
 
 
 def png_bytes(image: "np.ndarray", level: int = 6) -> bytes:
-    """The file of an image [H W C], uint8.
+    """Encodes an image, uint8 [H W C], as a PNG file.
 
     Args:
-        level: of zlib's compression.
+        level: the compression level of zlib, from 0 to 9.
     """
     import numpy as np
 
     height, width, channels = image.shape
     if image.dtype != np.uint8 or channels not in COLORS:
         raise ValueError(f"{image.dtype} {list(image.shape)} is no image of 8 bits with 1, 3 or 4 channels")
-    # Each line begins with its filter: 0, none.
+    # Each line begins with the number of its filter. 0 is no filter.
     lines = np.concatenate([np.zeros((height, 1), np.uint8), image.reshape(height, width * channels)], 1)
     header = struct.pack(">IIBBBBB", width, height, 8, COLORS[channels], 0, 0, 0)
     chunks = (b"IHDR", header), (b"IDAT", zlib.compress(lines.tobytes(), level)), (b"IEND", b"")
@@ -30,7 +30,7 @@ def png_bytes(image: "np.ndarray", level: int = 6) -> bytes:
 
 
 def image_grid(images: "np.ndarray", columns: int, gap: int = 1) -> "np.ndarray":
-    """Images [N H W C] as one image, by rows, with white lines between."""
+    """Arranges images, uint8 [N H W C], in rows of `columns` images to one image, with white lines of `gap` pixels between them."""
     import numpy as np
 
     n, height, width, channels = images.shape

@@ -1,8 +1,8 @@
-"""Decodes numbers packed into blocks to float32: GGUF's block types, and weights with a separate tensor of scales.
+"""Decodes quantized weights to float32: GGUF's block types, and weights with a separate tensor of scales.
 
-Nearly every format is bit fields stored in planes (`_planes`), times a scale. Each function takes blocks as bytes, uint8 [n,
-bytes], and returns float32 [n, values], bit for bit what ggml computes, with products and sums in ggml's order. Layouts:
-ggml-common.h (Q*_K, IQ* by I. Kawrakow, TQ* by F. Mathieu); MXFP4: OCP Microscaling formats 1.0. This module knows no files: raw
+In nearly every format, numbers are bit fields stored in planes (`_planes`), times a scale. Each function takes blocks as bytes, uint8
+[n, bytes], and returns float32 [n, values]. The results are bit for bit those of ggml, with products and sums in ggml's order. Layouts:
+ggml-common.h (Q*_K, IQ* by I. Kawrakow, TQ* by F. Mathieu); MXFP4: OCP Microscaling formats 1.0. This module does not read files: raw
 bytes come from `gguf` or `safetensors`.
 """
 
@@ -16,7 +16,8 @@ import numpy as np
 from argosy.core.errors import BadInput, Damaged, Unsupported
 from argosy.core.formats import Shape
 
-# Values decoded at once: temporaries of 256 KB stay in the cache, and peak memory stays near the output's size.
+# The number of values that are decoded at once. Temporaries of 256 KB stay in the CPU cache, and little memory beyond the output is
+# needed.
 CHUNK = 1 << 16
 
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -37,7 +38,8 @@ _UE4M3 = _unsigned_e4m3()
 
 
 def _planes(packed: np.ndarray, bits: int, width: int) -> np.ndarray:
-    """Bit fields, uint8 [n, m] -> [n, m * 8 / bits]: the lowest fields of each `width` bytes first, then the next."""
+    """Unpacks bit fields, uint8 [n, m] -> [n, m * 8 / bits]. Of each `width` bytes, the lowest fields come first, then the next
+    ones."""
     n, m = packed.shape
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     fields = packed.reshape(n, m // width, 1, width) >> shifts & np.uint8(2**bits - 1)
@@ -45,20 +47,20 @@ def _planes(packed: np.ndarray, bits: int, width: int) -> np.ndarray:
 
 
 def _half(packed: np.ndarray) -> np.ndarray:
-    """Two bytes as float16 -> float32 [n, 1]."""
+    """Converts two bytes of float16, uint8 [n, 2], to float32 [n, 1]."""
     return np.ascontiguousarray(packed).view("<f2").astype(np.float32)
 
 
 def _groups(q: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Values as float32 [n, groups, size], one group per scale [n, groups]."""
+    """Groups values [n, values] as float32 [n, groups, size], with one group per scale, [n, groups]."""
     return q.astype(np.float32).reshape(*scale.shape, -1)
 
 
 class IntegerBlocks(NamedTuple):
     """Blocks of integers: w = scale * q - minimum, with an exact product.
 
-    q: int8 [n, values].
-    scale, minimum: float32 [n, groups], each for the same number of neighboring values.
+    q: int8 [n, values], the integers.
+    scale, minimum: float32 [n, groups], one for each group of neighboring values; minimum is None if it is 0.
     """
 
     q: np.ndarray
@@ -70,7 +72,7 @@ class IntegerBlocks(NamedTuple):
 
 
 def _scaled(q: np.ndarray, scale: np.ndarray, minimum: np.ndarray | None = None) -> np.ndarray:
-    """scale * q - minimum, with one scale per group of values."""
+    """Computes scale * q - minimum, float32 [n, values], with one scale and one minimum per group of values."""
     y = scale[..., None] * _groups(q, scale)
     if minimum is not None:
         y -= minimum[..., None]
@@ -78,7 +80,7 @@ def _scaled(q: np.ndarray, scale: np.ndarray, minimum: np.ndarray | None = None)
 
 
 def _signed(q: np.ndarray, offset: int) -> np.ndarray:
-    """Numbers of less than eight bits, below zero too."""
+    """Subtracts the offset from unsigned numbers of less than eight bits, uint8 -> int8."""
     return q.view(np.int8) - np.int8(offset)
 
 
@@ -119,7 +121,7 @@ def _power(exponent: np.ndarray, bias: int) -> np.ndarray:
 
 
 def _nvfp4(b: np.ndarray) -> np.ndarray:
-    """64 values: four groups of 16, each with an unsigned e4m3 scale."""
+    """Decodes NVFP4: 64 values in four groups of 16, each with an unsigned e4m3 scale."""
     return _scaled(_FP4_GGML[_planes(b[:, 4:], 4, 8)], _UE4M3[b[:, :4]] * np.float32(0.5))
 
 
@@ -139,7 +141,8 @@ def _q3_k(b: np.ndarray) -> IntegerBlocks:
 
 
 def _scales_and_minima(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Eight scales and eight minima of 6 bits in 12 bytes: the first four are contiguous, the others split in two parts."""
+    """Unpacks eight scales and eight minima of 6 bits from 12 bytes. The bits of the first four are contiguous, and those of the others
+    are in two places."""
     d, m, low = b[:, 0:4], b[:, 4:8], b[:, 8:12]
     scales = np.concatenate([d & 0x3F, low & 0xF | d >> 2 & 0x30], axis=1)
     minima = np.concatenate([m & 0x3F, low >> 4 | m >> 2 & 0x30], axis=1)
@@ -169,7 +172,7 @@ def _iq4_xs(b: np.ndarray) -> np.ndarray:
 
 
 def _tq1_0(b: np.ndarray) -> np.ndarray:
-    """Five ternary digits per byte: after multiplying by 3^k modulo 256, the k-th digit is the highest."""
+    """Decodes TQ1_0: five ternary digits per byte. After a multiplication by 3^k modulo 256, the k-th digit is the highest."""
     q = np.concatenate([_ternary(b[:, :32], 5), _ternary(b[:, 32:48], 5), _ternary(b[:, 48:52], 4)], axis=1)
     return _half(b[:, 52:]) * _signed((q.astype(np.uint16) * 3 >> 8).astype(np.uint8), 1)
 
@@ -192,8 +195,13 @@ def _bf16(b: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Type:
-    """A GGUF type: values and bytes per block, and how it is decoded: to floats, or to whole numbers with scales; `dtype` if the bytes
-    are the values themselves."""
+    """A GGUF type.
+
+    name: ggml's name.
+    values, bytes: the number of values and of bytes in a block.
+    decode: decodes blocks, uint8 [n, bytes], to float32 or to integers with scales; None: not supported, or not necessary.
+    dtype: the numpy type, if the bytes are plain numbers; else None.
+    """
 
     name: str
     values: int
@@ -207,8 +215,8 @@ def _plain(name: str, dtype: object) -> Type:
     return Type(name, 1, dtype.itemsize, None, dtype)
 
 
-# By ggml's number. For types without a function only the size is known: files with them open, but reading such a tensor
-# fails.
+# The types by ggml's number. Of types without a function, only the size is known: files with such tensors can be opened, but reading
+# one of these tensors fails.
 TYPES: dict[int, Type] = {
     0: _plain("F32", "<f4"),
     1: _plain("F16", "<f2"),
@@ -245,7 +253,7 @@ TYPES: dict[int, Type] = {
     40: Type("NVFP4", 64, 36, _nvfp4),
 }
 BY_NAME = {kind.name: kind for kind in TYPES.values()}
-# The types that are whole numbers with scales (`IntegerBlocks`), and the smallest and largest number of each.
+# The types that are decoded to integers with scales (`IntegerBlocks`), with the smallest and the largest integer of each.
 CODES = {
     "Q2_K": (0, 3), "Q3_K": (-4, 3), "Q4_0": (-8, 7), "Q4_1": (0, 15), "Q4_K": (0, 15), "Q5_0": (-16, 15), "Q5_1": (0, 31),
     "Q5_K": (0, 31), "Q6_K": (-32, 31), "Q8_0": (-128, 127),
@@ -253,8 +261,8 @@ CODES = {
 
 
 def blocks(name: str, raw: np.ndarray) -> IntegerBlocks:
-    """Raw blocks of a type in `CODES` as whole numbers with scales, uint8 [rows, k * bytes] -> q [rows, k * values], and the scales and
-    minima of each row in one row."""
+    """Decodes raw blocks of a type in `CODES`, uint8 [rows, k * bytes], to integers with scales: q is [rows, k * values], and scales
+    and minima are [rows, k * groups]."""
     kind = BY_NAME[name]
     # Infinite scales come from the file itself.
     with np.errstate(all="ignore"):
@@ -266,7 +274,7 @@ def blocks(name: str, raw: np.ndarray) -> IntegerBlocks:
 
 
 def dequantize(name: str, raw: np.ndarray) -> np.ndarray:
-    """Decodes raw blocks of a named type, uint8 [... k * bytes] -> float32 [... k * values].
+    """Decodes raw blocks of the type with this name, uint8 [... k * bytes] -> float32 [... k * values].
 
     Raises:
         Unsupported: the type cannot be decoded.
@@ -294,10 +302,10 @@ def dequantize(name: str, raw: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Scaled:
-    """Values and their scales.
+    """A way to store a weight as a tensor of values and a tensor of scales.
 
-    shapes: (shape of the weight) -> shapes of the stored tensors.
-    read: computes the weight.
+    shapes: shape of the weight -> shapes of the stored tensors.
+    read: (values, scales) -> the weight, float32.
     """
 
     shapes: Callable[[Shape], tuple[Shape, ...]]
@@ -332,7 +340,8 @@ def _mxfp4_shapes(shape: Shape) -> tuple[Shape, ...]:
 
 
 def _mxfp4_pairs(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """uint8 blocks [... G 16] of neighboring pairs, low nibble first, and e8m0 scales [... G] -> float32 [... 32 G]."""
+    """Decodes MXFP4: uint8 blocks [... G 16] of neighboring pairs, low nibble first, with e8m0 scales [... G], to float32 [... 32
+    G]."""
     if blocks.dtype != np.uint8 or scales.dtype != np.uint8:
         raise Damaged(f"MXFP4 blocks and scales are stored as {blocks.dtype} and {scales.dtype}, not as bytes")
     if (scales == 255).any():

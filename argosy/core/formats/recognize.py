@@ -1,16 +1,16 @@
-"""Recognizes binary files by their first bytes, so that the refusal of a table or an archive names its kind.
+"""Recognizes binary files by their first bytes, so that an error about a table or archive can name its kind.
 
-Signatures are those of each format's specification. File names do not matter: a Parquet file called `data.txt` is recognized too.
+The signatures are from the specification of each format. File names do not matter: a Parquet file called `data.txt` is recognized too.
 """
 
 from argosy.core.errors import BadInput
 
-# Bytes that are enough for every signature.
+# The number of bytes that is enough for every signature.
 HEAD_BYTES = 512
 TABLE = "convert it to JSON lines, an object a row: pandas reads it, and `.to_json(FILE, orient='records', lines=True)` writes"
 UNPACK = "unpack it first"
 NO_TEXT = "data is read from text, JSON lines and JSON, which may be compressed as .gz"
-# (where they stand, the bytes, what such a file is, what to do)
+# (offset, bytes at this offset, kind of the file, hint)
 SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"PAR1", "a Parquet file", TABLE),
     (0, b"ARROW1", "an Arrow file", TABLE),
@@ -45,17 +45,17 @@ SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"\xff\xfe", "UTF-16 text", "convert it: `iconv -f UTF-16 -t UTF-8 FILE > NEW`"),
     (0, b"\xfe\xff", "UTF-16 text", "convert it: `iconv -f UTF-16 -t UTF-8 FILE > NEW`"),
 )
-# Signatures that text could begin with by chance: they count where the head is no text.
+# Signatures with which a text could begin by chance. They count only if the first bytes are no text.
 WORDS = {b"ORC", b"BZh", b"GIF8", b"OggS", b"GGUF", b"FEA1", b"PAR1", b"ARROW1", b"WEBP", b"WAVE", b"ftyp", b"ustar"}
 CONTROLS = {*range(32)} - {*b"\a\b\t\n\v\f\r\x1b"}
 PICKLE = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 
 def binary_kind(head: bytes) -> tuple[str, str] | None:
-    """The kind of a binary file, and a hint; None for a file that may be text.
+    """The kind of a binary file, and a hint what to do with it; None for a file that may be text.
 
     Args:
-        head: its first HEAD_BYTES, or all of it.
+        head: the first HEAD_BYTES of the file, or all of a shorter file.
     """
     for at, mark, kind, hint in SIGNATURES:
         if head.startswith(mark, at) and (mark not in WORDS or not is_text(head)):
@@ -64,7 +64,7 @@ def binary_kind(head: bytes) -> tuple[str, str] | None:
         return archive_kind(head)
     if head.startswith(PICKLE):
         return "a Python pickle", f"pickles are never read; {NO_TEXT}"
-    # Eight bytes of length, then a JSON object.
+    # A safetensors file begins with eight bytes of length, and then a JSON object.
     if head[8:9] == b"{" and len(head) > 8 and int.from_bytes(head[:8], "little") < 1 << 27 and b"\0" in head[:8]:
         return "a safetensors file", NO_TEXT
     if b"\0" in head and not is_utf8(head):
@@ -90,7 +90,7 @@ def is_text(head: bytes) -> bool:
 
 
 def is_utf8(head: bytes) -> bool:
-    """Whether the first bytes of a file are UTF-8; the last character may be cut off."""
+    """Whether the first bytes of a file are UTF-8. The last character may be incomplete."""
     try:
         head.decode()
     except UnicodeDecodeError as error:
@@ -102,7 +102,7 @@ def refuse_binary(head: bytes, where: str) -> None:
     """Checks that the first bytes of a file may be text.
 
     Raises:
-        BadInput: they belong to another kind of file, which the message names.
+        BadInput: the bytes belong to another kind of file, which the message names.
     """
     if (signature := binary_kind(head)) is not None:
         kind, hint = signature

@@ -1,9 +1,9 @@
 """Reads and writes safetensors files and Hub folders of them, tensor by tensor.
 
-A header is checked completely before anything is allocated, including duplicate names, which the safetensors library accepts
-silently. Tensors are views of the mapped file, bfloat16 and float8 too. Writing needs memory for one slab of a tensor. Format: 8
-bytes with the header's length, a JSON header, the tensors' bytes without gaps (huggingface/safetensors). This module knows
-nothing of what the tensors are for.
+A header is checked completely before anything is allocated, also for duplicate names, which the safetensors library accepts silently.
+Tensors are views of the mapped file, also bfloat16 and float8. Writing needs memory for one slab of a tensor. A file is 8 bytes with
+the length of the header, the header as JSON, and the bytes of the tensors without gaps (huggingface/safetensors). This module does not
+know what the tensors are for.
 """
 
 import json
@@ -25,7 +25,7 @@ from argosy.core.formats.files import File, Order, check_space, of_text, slabs, 
 MOST_HEADER_BYTES = 100_000_000
 MOST_AXES = 32
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-# What the names of a folder's files begin with: transformers' and diffusers'.
+# The beginnings of the names of weight files: those of transformers and of diffusers.
 STEMS = MODEL, DIFFUSION = ("model", "diffusion_pytorch_model")
 
 DTYPES: dict[str, np.dtype] = {
@@ -56,7 +56,7 @@ _PACKED = ("F4", "F6_E2M3", "F6_E3M2")
 
 
 class TensorSpan(NamedTuple):
-    """Where a tensor is stored: bytes begin to end of the data."""
+    """The description of a stored tensor: its type, its shape, and the range of its bytes in the data after the header."""
 
     dtype: np.dtype
     shape: Shape
@@ -78,9 +78,9 @@ class SafeTensors:
         """Checks the header and maps the data.
 
         Raises:
-            BadInput: there is no such file, or it may not be read.
-            Damaged: the header contradicts itself or the file's length; the tensor is named.
-            Unsupported: values smaller than a byte.
+            BadInput: there is no such file, or it cannot be read.
+            Damaged: the header contradicts itself or the length of the file. The message names the tensor.
+            Unsupported: a tensor has a type smaller than a byte.
         """
         path = Path(path)
         data = map_file(path)
@@ -103,11 +103,11 @@ class SafeTensors:
         return self.places[name].dtype
 
     def read(self, name: str) -> np.ndarray:
-        """A view of the file, or a copy if the writer did not align it."""
+        """Reads a tensor: a view of the file, or a copy if its data is not aligned."""
         return self._view(self.places[name])
 
     def read_part(self, name: str, i: int) -> np.ndarray:
-        """Reads one entry of the first axis of a tensor; only that entry is copied."""
+        """Reads the `i`-th entry along the first axis of a tensor, without the others."""
         place = self.places[name]
         n_bytes = (place.end - place.begin) // place.shape[0]
         begin = place.begin + i * n_bytes
@@ -119,7 +119,7 @@ class SafeTensors:
 
 
 def _header(data: np.ndarray, path: Path) -> tuple[dict[str, Any], int]:
-    """The header, and the offset of the data."""
+    """Reads the header, and returns it with the offset of the data."""
     if len(data) < 8:
         raise damaged_container(path, f"{len(data)} bytes are too few for a header")
     length = int(data[:8].view("<u8")[0])
@@ -185,7 +185,7 @@ def _counts(value: Any) -> bool:
 
 
 def _check_tiling(places: Mapping[str, TensorSpan], size: int, path: Path) -> None:
-    """Checks that the tensors cover the data exactly once, without overlaps, holes or a rest."""
+    """Checks that the tensors cover all data without overlaps or gaps."""
     at = 0
     for name, place in sorted(places.items(), key=lambda item: (item[1].begin, item[1].end)):
         if place.begin != at:
@@ -203,10 +203,12 @@ def _check_tiling(places: Mapping[str, TensorSpan], size: int, path: Path) -> No
 
 @dataclass(frozen=True)
 class SafetensorsFolder:
-    """An open Hub folder: a `TensorReader` of `model.safetensors`, or of the shards named by its index; or of the files that diffusers
-    names `diffusion_pytorch_model`.
+    """An open Hub folder, and a `TensorReader` of its tensors. They are in `model.safetensors`, or in shards with an index. In folders
+    of diffusers, these files are called `diffusion_pytorch_model`.
 
-    If both exist, the single file is used, as in transformers.
+    If there are a single file and an index, the single file is used, as in transformers.
+
+    files: the open file of each tensor, by the name of the tensor.
     """
 
     path: Path
@@ -214,7 +216,7 @@ class SafetensorsFolder:
 
     @staticmethod
     def open(path: str | Path) -> "SafetensorsFolder":
-        """Opens every file and reports all problems at once.
+        """Opens all files, and reports all problems together.
 
         Raises:
             BadInput: there are no weights, shards are missing, or the index does not match its shards.
@@ -286,7 +288,7 @@ def _open_shards(index: Path) -> dict[str, SafeTensors]:
 
 
 def _index_problems(weight_map: Mapping[str, str], shards: Mapping[str, SafeTensors]) -> list[str]:
-    """Differences between the index and those shards that could be opened."""
+    """The differences between the index and the shards that could be opened, as phrases."""
     problems = []
     for tensor, file in weight_map.items():
         if file in shards and tensor not in shards[file].places:
@@ -307,15 +309,16 @@ def _index_problems(weight_map: Mapping[str, str], shards: Mapping[str, SafeTens
 def folder_files(
     entries: Iterable[TensorEntry], shard_bytes: float = 5e9, metadata: Mapping[str, str] | None = None, stem: str = MODEL
 ) -> list[File]:
-    """The files of a folder with these tensors, in the given order: one file, or shards followed by their index.
+    """Describes the files of a folder with these tensors, in the given order: one file, or shards and then their index.
 
     Args:
-        shard_bytes: the most bytes of tensors in a shard; a larger tensor has its own shard.
-        metadata: of every file; by default {"format": "pt"}, which transformers requires.
-        stem: what the names of the files begin with, one of `STEMS`.
+        entries: the tensors.
+        shard_bytes: the largest number of bytes of tensors in a shard. A larger tensor gets its own shard.
+        metadata: the metadata of every file; None: {"format": "pt"}, which transformers requires.
+        stem: the beginning of the names of the files, one of `STEMS`.
 
     Raises:
-        Unsupported: safetensors has no name for a type.
+        Unsupported: a tensor has a type that safetensors does not have.
     """
     entries = list(entries)
     check_entries(entries)
@@ -334,10 +337,11 @@ def write_folder(
     shard_bytes: float = 5e9,
     metadata: Mapping[str, str] | None = None,
 ) -> list[Path]:
-    """Writes `folder_files` into a folder without weights, with one slab in memory at a time. Returns the shards.
+    """Writes tensors into a folder that holds no weights, with one slab in memory at a time. Returns the paths of the weight files.
+    The arguments are as in `folder_files`.
 
     Raises:
-        BadInput: there are already weights, or too little space.
+        BadInput: the folder already holds weights, or there is too little space.
     """
     folder, files = Path(folder), folder_files(entries, shard_bytes, metadata)
     if (folder / SINGLE).exists() or (folder / INDEX).exists():
@@ -362,7 +366,7 @@ def check_entries(entries: Sequence[TensorEntry]) -> None:
 
 
 def tensor_shards(entries: Sequence[TensorEntry], most: float) -> list[list[TensorEntry]]:
-    """As many consecutive tensors per shard as fit; a tensor larger than a shard has its own."""
+    """Divides tensors into shards of at most `most` bytes, in order. A larger tensor gets its own shard."""
     shards: list[list[TensorEntry]] = [[]]
     filled = 0
     for entry in entries:
@@ -394,7 +398,7 @@ def tensors_file(name: str, entries: Sequence[TensorEntry], metadata: Mapping[st
 
 
 def _index(shards: Mapping[str, Sequence[TensorEntry]]) -> str:
-    """The index as transformers writes it, sorted by name."""
+    """The text of the index of shards, as transformers writes it, sorted by tensor name."""
     weight_map = {entry.name: name for name, shard in shards.items() for entry in shard}
     entries = [entry for shard in shards.values() for entry in shard]
     total = {

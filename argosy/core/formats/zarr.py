@@ -1,10 +1,9 @@
-"""Arrays in the Zarr 3 format, which Orbax and TensorStore can read completely or in parts: one file of values per array, or a file
-for each of its shards.
+"""Writes arrays in the Zarr 3 format, which Orbax and TensorStore can read completely or in parts. An array has one file of values, or
+one file for each of its shards.
 
-Orbax needs every array in memory at once to write a checkpoint; with this layout they are written one after the other. A file
-has uncompressed chunks along its leading axis, so reading a part only reads its chunks: it is the array, or a shard of it, in
-C order with a table of chunks at its end. Sources: zarr-specs, core 3.0 and the codec `sharding_indexed` 1.0. This module knows
-nothing of what the arrays are for.
+To write a checkpoint, Orbax needs all arrays in memory at once. Here they are written one after the other. A file holds the array, or a
+shard of it, in C order, and then a table of chunks. Chunks are uncompressed, and divide the first axis, so that reading a part reads
+only its chunks. Sources: zarr-specs, core 3.0 and the codec `sharding_indexed` 1.0. This module does not know what the arrays are for.
 """
 
 import json
@@ -36,10 +35,10 @@ DTYPES = frozenset(
 
 
 def array_files(entry: TensorEntry) -> list[File]:
-    """The files of an array: its metadata and its values. Their names begin with the array's name.
+    """Describes the files of an array: its metadata and its values. Their names begin with the name of the array.
 
     Raises:
-        Unsupported: Zarr has no name for the type.
+        Unsupported: the array has a type that Zarr does not have.
     """
     if entry.dtype.name not in DTYPES:
         raise Unsupported(f"checkpoints have no type for {entry.dtype}, of tensor `{entry.name}`")
@@ -51,10 +50,16 @@ def array_files(entry: TensorEntry) -> list[File]:
 
 
 def described_shards(name: str, shape: Shape, each: Shape, dtype: np.dtype) -> File:
-    """The metadata of an array that `shard_file` writes. each: the shape of a shard, which divides the array's.
+    """Describes the file of metadata of an array whose shards `shard_file` describes.
+
+    Args:
+        name: the name of the array.
+        shape: the shape of the array.
+        each: the shape of a shard, which divides `shape`.
+        dtype: the type of the array.
 
     Raises:
-        Unsupported: Zarr has no name for the type.
+        Unsupported: the array has a type that Zarr does not have.
     """
     if dtype.name not in DTYPES:
         raise Unsupported(f"checkpoints have no type for {dtype}, of tensor `{name}`")
@@ -63,7 +68,13 @@ def described_shards(name: str, shape: Shape, each: Shape, dtype: np.dtype) -> F
 
 
 def shard_file(shard: TensorEntry, at: tuple[int, ...], shape: Shape) -> File:
-    """The values of one shard of an array of this shape. at: its place in the grid of shards."""
+    """Describes the file of values of one shard.
+
+    Args:
+        shard: the shard, with the name of the array.
+        at: the index of the shard in the grid of shards, along each axis.
+        shape: the shape of the array.
+    """
     return _values(shard, at, *_shard_chunks(shard, shape))
 
 
@@ -73,22 +84,23 @@ def _values(entry: TensorEntry, at: tuple[int, ...], rows: int, chunks: int) -> 
 
 
 def describes(stored: Any, file: TensorEntry, chunks: int) -> bool:
-    """Whether metadata are those of an array whose files are each as `file`, of so many chunks."""
+    """Whether stored metadata are those of an array whose files each have the shape and type of `file`, and this number of chunks."""
     rows = file.shape[0] // chunks if file.shape else 1
     return stored == _metadata(file, rows, chunks) | {"shape": stored["shape"]}
 
 
 def index_of(shape: Shape, dtype: np.dtype, chunks: int) -> bytes:
-    """The end of a file of values: the offset and length of each chunk. shape: of what the file holds, complete chunks."""
+    """The table at the end of a file of values: the offset and the length of each chunk. `shape` is that of the values in the file,
+    padding included."""
     size = math.prod(shape) * dtype.itemsize // chunks
     return np.stack([np.arange(chunks) * size, np.full(chunks, size)], axis=1).astype("<u8").tobytes()
 
 
 def map_array(folder: Path) -> np.ndarray | None:
-    """An array written by `array_files`, as a view of its mapped file; None if it has another layout.
+    """Maps the file of an array that `array_files` described, and returns a view of it. None: the array has another layout.
 
     Raises:
-        Damaged: the file's length differs from what its metadata says.
+        Damaged: the length of the file differs from what its metadata say.
     """
     try:
         stored = json.loads((folder / "zarr.json").read_bytes())
@@ -106,7 +118,7 @@ def map_array(folder: Path) -> np.ndarray | None:
 
 
 def _chunks(entry: TensorEntry) -> tuple[int, int]:
-    """Rows per chunk, and the number of chunks; the last is padded with zeros."""
+    """The number of rows per chunk, and the number of chunks. The last chunk is padded with zeros."""
     if not math.prod(entry.shape):
         return 1, 1
     length = entry.shape[0] if entry.shape else 1
@@ -117,7 +129,7 @@ def _chunks(entry: TensorEntry) -> tuple[int, int]:
 
 
 def _shard_chunks(entry: TensorEntry, shape: Shape) -> tuple[int, int]:
-    """As `_chunks`, and for one of several shards without padding: it is as long as it is."""
+    """The same as `_chunks`, but if the array has several shards, the chunks divide a shard without padding."""
     if entry.shape == shape:
         return _chunks(entry)
     length = entry.shape[0] if entry.shape else 1
@@ -149,7 +161,7 @@ def _metadata(entry: TensorEntry, rows: int, chunks: int) -> dict[str, Any]:
 
 
 def _shard(entry: TensorEntry, rows: int, chunks: int, order: Order) -> Iterator[np.ndarray]:
-    """The values, zeros up to a full chunk, then the offset and length of each chunk."""
+    """Yields the content of a file of values: the values, zeros up to a full chunk, and the offset and length of each chunk."""
     size = _chunk_bytes(entry, rows)
     yield from slabs(entry, order)
     if missing := chunks * size - math.prod(entry.shape) * entry.dtype.itemsize:

@@ -20,14 +20,14 @@ from argosy.core.formats import Shape, TensorEntry, damaged_container, map_file
 from argosy.core.formats.zarr import describes, index_of
 from argosy.core.process.cores import core_count
 
-# At most so many files are read at once.
+# The largest number of files that are read at once.
 THREADS = 8
-# What one thread reads at a time: large arrays are read by several.
+# The number of bytes that one thread reads at a time. Several threads read a large array.
 PIECE_BYTES = 1 << 26
-# XLA takes memory with this alignment on a CPU as it is; other memory it copies.
+# On a CPU, XLA uses memory with this alignment directly, and copies other memory.
 ALIGNED = 64
 
-# Where a part of an array begins and ends along each axis.
+# The (begin, end) of a part of an array along each axis.
 Spans = tuple[tuple[int, int], ...]
 
 
@@ -35,8 +35,10 @@ Spans = tuple[tuple[int, int], ...]
 class StoredArray:
     """An array on disk.
 
-    each: shape of the part in one file. At the end of an axis it may go beyond the array.
-    chunks: number of chunks in each file.
+    folder: the folder of the array.
+    shape, dtype: the shape and the type of the array.
+    each: the shape of the part in one file. At the end of an axis it may reach beyond the array.
+    chunks: the number of chunks in each file.
     """
 
     folder: Path
@@ -46,7 +48,7 @@ class StoredArray:
     chunks: int
 
     def cells(self, spans: Spans) -> Iterator[tuple[int, ...]]:
-        """The files that hold a part, by their place in the grid of files."""
+        """Yields the index, in the grid of files, of each file that holds some of a part."""
         if not all(stop > start for start, stop in spans):
             return
         yield from product(*(range(start // size, -(-stop // size)) for (start, stop), size in zip(spans, self.each, strict=True)))
@@ -56,7 +58,7 @@ class StoredArray:
 
 
 def zarr_layout(folder: Path) -> StoredArray | None:
-    """The layout of a stored array; None if it was not written by `zarr.array_files` and `zarr.shard_file`."""
+    """Reads the layout of a stored array; None if `zarr.array_files` or `zarr.shard_file` did not describe it."""
     try:
         stored = json.loads((folder / "zarr.json").read_bytes())
         shape, dtype = tuple(stored["shape"]), np.dtype(stored["data_type"])
@@ -71,7 +73,7 @@ def zarr_layout(folder: Path) -> StoredArray | None:
 
 
 def aligned_memory(shape: Shape, dtype: np.dtype) -> np.ndarray:
-    """New memory, which XLA on a CPU takes as it is."""
+    """Allocates an array that XLA on a CPU can use without a copy."""
     size = math.prod(shape) * dtype.itemsize
     room = np.empty(size + ALIGNED, np.uint8)
     begin = -room.ctypes.data % ALIGNED
@@ -79,14 +81,17 @@ def aligned_memory(shape: Shape, dtype: np.dtype) -> np.ndarray:
 
 
 def read_parts(parts: Iterable[tuple[StoredArray, Spans, np.ndarray]]) -> None:
-    """Fills arrays with parts of arrays on disk. parts: (array, which part, what is filled, in C order).
+    """Reads parts of arrays on disk into arrays in memory, which are changed in place.
+
+    Args:
+        parts: (stored array, part to read, C-ordered array that is filled) for each part.
 
     Raises:
         Damaged: a file has another length than its metadata say, or does not hold its chunks in order.
         OSError: a file cannot be read.
     """
     pieces = [piece for array, spans, out in parts for piece in _pieces(array, spans, out)]
-    # The largest first, so that no core is left with one at the end.
+    # The largest pieces are read first, so that no thread has a large one left at the end.
     pieces.sort(key=lambda piece: -piece[3].nbytes)
     with ThreadPoolExecutor(min(THREADS, core_count()), "read") as pool:
         for _ in pool.map(_read, *zip(*pieces, strict=True)) if pieces else ():
@@ -94,12 +99,12 @@ def read_parts(parts: Iterable[tuple[StoredArray, Spans, np.ndarray]]) -> None:
 
 
 def _pieces(array: StoredArray, spans: Spans, out: np.ndarray) -> Iterator[tuple[StoredArray, tuple[int, ...], Spans, np.ndarray]]:
-    """What is read at a time: (array, file, part of the file, what is filled)."""
+    """Yields the pieces that are read at a time: (stored array, index of the file, part of the file, array that is filled)."""
     for at in array.cells(spans):
         begins = [i * size for i, size in zip(at, array.each, strict=True)]
         both = [(max(start, b), min(stop, b + n)) for (start, stop), b, n in zip(spans, begins, array.each, strict=True)]
         inside = tuple((start - b, stop - b) for (start, stop), b in zip(both, begins, strict=True))
-        # With the dots an array without axes stays a view.
+        # The ellipsis makes the result a view also for an array without axes.
         into = out[(*(slice(start - s, stop - s) for (start, stop), (s, _) in zip(both, spans, strict=True)), ...)]
         rows = max(1, PIECE_BYTES * len(into) // into.nbytes) if into.ndim else 1
         for row in range(0, len(into) if into.ndim else 1, rows):

@@ -1,12 +1,12 @@
-"""Layered, typed settings that catch typos: YAML files, then `key=value` words, read into one frozen tree that records who set
-each key.
+"""Typed settings that catch typos. They are merged from layers, such as YAML files and `key=value` words, into one frozen tree that
+records which layer set each key.
 
     reading = read_settings(Run, yaml_layer("base.yml"), yaml_layer("tiny.yml"), words_layer(["optimizer=muon"]))
     reading.value.optimizer.ns_steps       reading.origin["optimizer.name"] == "command line"
 
-Layers apply in order. Groups and mappings merge key by key; everything else is replaced. A layer that changes the tag of a
-`Choice` discards what earlier layers set for it: a learning rate for AdamW is wrong for Muon. The mistakes of all layers are
-reported at once. Other rooms import from here what schema, words and plain define.
+Later layers override earlier ones. Groups and mappings are merged key by key, and other values are replaced. A layer that changes the
+tag of a `Choice` discards what earlier layers set for this choice, because a learning rate for AdamW is wrong for Muon. The mistakes of
+all layers are reported together. Other packages import from here what the modules schema, words and plain define.
 """
 
 from dataclasses import dataclass, field
@@ -46,12 +46,13 @@ T = TypeVar("T", bound=Settings)
 
 @dataclass(frozen=True)
 class Reading(Generic[T]):
-    """A typed tree of settings and where each value comes from.
+    """A typed tree of settings, and the origin of each value.
 
-    origin: dotted leaf key -> who set it.
-    tried: dotted key -> what every layer gave for it, oldest first.
-    choices: dotted key -> the choice at that key and its name.
-    names: the names from which unknown keys are answered.
+    value: the tree.
+    origin: dotted leaf key -> the origin of the layer that set it, or `default`.
+    tried: dotted key -> (origin, value) for each layer that set it, oldest first.
+    choices: dotted key -> the choice at that key, and the chosen name.
+    names: the names from which hints for unknown keys are made.
     """
 
     value: T
@@ -62,10 +63,14 @@ class Reading(Generic[T]):
 
 
 def read_settings(schema: type[T], *layers: SettingsLayer) -> Reading[T]:
-    """Reads layers into a typed tree; later layers win.
+    """Merges layers into a typed tree. Later layers override earlier ones.
+
+    Args:
+        schema: the class of the tree.
+        layers: the settings to merge.
 
     Raises:
-        SettingsError: every mistake of every layer at once.
+        SettingsError: there are mistakes. It reports those of all layers together.
     """
     reader = SettingsReader()
     value = reader.group(schema, "", [LayerValue(layer, layer.values) for layer in layers])
@@ -78,7 +83,7 @@ def read_settings(schema: type[T], *layers: SettingsLayer) -> Reading[T]:
 
 
 def _origin(reader: SettingsReader, key: str) -> str:
-    """Who set a key. The parts of a value that is read as a whole, such as one that is a text or a list, are set with it."""
+    """The origin of the layer that set a key. For a key inside a value that is read as a whole, the origin of this value."""
     whole = key
     while whole not in reader.setter and "." in whole:
         whole = whole.rpartition(".")[0]

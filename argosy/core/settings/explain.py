@@ -1,4 +1,4 @@
-"""Text generated from settings classes: the reference page, the JSON schema for editors, and who set what in one run."""
+"""Generates text from settings: the reference page, the JSON schema for editors, and the origin of each setting in a run."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -21,12 +21,13 @@ _HUMAN_NUMBER = r"^[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9][0-9_]*)([eE][-+]?[0-9]
 
 
 def settings_reference(schema: type[Settings]) -> str:
-    """All settings as Markdown tables: key, type, default, meaning. A choice lists its classes, each with its own keys."""
+    """The reference of all settings as Markdown tables: key, type, default, meaning. A choice lists its classes, each with its keys."""
     return "\n".join(["# Settings", "", *_section(schema, "", "The run itself")]).rstrip() + "\n"
 
 
 def tables(registry: Registry, title: str) -> str:
-    """The settings of each class of a registry as sections of such a page. title: of a section, with NAME for the class's name."""
+    """The settings of each class of a registry as sections of such a page. `title` is that of a section, with NAME for the name of the
+    class."""
     sections = (_section(registry[name], "", title.replace("NAME", name), class_summary(registry[name])) for name in registry)
     return "\n".join(line for section in sections for line in section).rstrip() + "\n"
 
@@ -74,7 +75,7 @@ def _default_phrase(info: FieldInfo) -> str:
 
 
 def class_summary(cls: type[Settings]) -> str:
-    """The first paragraph of what a class says of itself."""
+    """The first paragraph of the docstring of a class."""
     docstring = cls.__dict__.get("__doc__") or ""
     return " ".join(docstring.strip().split("\n\n")[0].split())
 
@@ -84,7 +85,7 @@ def _cell(text: str | None) -> str:
 
 
 def type_text(info: FieldInfo) -> str:
-    """A key's type as users read it: `float > 0`, `int | none`, `split | fit`."""
+    """The type of a key as it is shown to users: `float > 0`, `int | none`, `split | fit`."""
     choice = shape_of(info)
     if choice.kind == "choice":
         return " | ".join(choice.of.registry)
@@ -108,7 +109,7 @@ def _type(hint: Any) -> str:
 
 
 def default_text(info: FieldInfo) -> str:
-    """A key's default as users write it; `required` where there is none."""
+    """The default of a key as users write it; `required` if there is none."""
     if info.is_required():
         return "required"
     default = info.get_default(call_default_factory=True)
@@ -124,7 +125,8 @@ def default_text(info: FieldInfo) -> str:
 
 
 class _AsWritten(GenerateJsonSchema):
-    """Accepts in editors what `core.settings` accepts: `25k` as a number, `none`, `off` as a switch, `lang: no` as text."""
+    """Generates a schema that accepts in editors what `core.settings` accepts: `25k` as a number, `none`, `off` as a bool, `lang: no`
+    as text."""
 
     def model_schema(self, schema: Any) -> dict[str, Any]:
         document = super().model_schema(schema)
@@ -150,13 +152,13 @@ class _AsWritten(GenerateJsonSchema):
 
 
 def json_schema(schema: type[Settings]) -> dict[str, Any]:
-    """JSON Schema (2020-12) of one layer of these settings: valid without the keys that other layers set."""
+    """The JSON Schema (2020-12) of one layer of settings. No key is required, because other layers may set it."""
     document = schema.model_json_schema(schema_generator=_AsWritten)
     return _without_required({"$schema": "https://json-schema.org/draft/2020-12/schema", **document})
 
 
 def _without_required(node: Any) -> Any:
-    """Drops `required` everywhere, except for the tag of a choice, which tells the options apart."""
+    """Removes `required` everywhere, except for the tag of a choice, which distinguishes the options."""
     if isinstance(node, list):
         return [_without_required(item) for item in node]
     if not isinstance(node, dict):
@@ -171,7 +173,8 @@ def _without_required(node: Any) -> Any:
 
 
 def explain(reading: Reading, key: str) -> str:
-    """One key of a run: its value, type, default and meaning, who set it, and what every layer set it to. For a group, its keys.
+    """Describes one key of a run: its value, type, default and meaning, its origin, and the value in every layer. For a group, lists
+    its keys.
 
     Raises:
         BadInput: the run has no such key.
@@ -209,7 +212,7 @@ def _explain_group(reading: Reading, key: str, leaves: dict[str, Any]) -> str:
 
 
 def _field(tree: Any, path: list[str]) -> FieldInfo | Choice | None:
-    """The field that a dotted key names; its choice if the key is a tag; None inside a plain mapping."""
+    """The field that a dotted key names, or its choice if the key is a tag. None for a key inside a plain mapping."""
     info: FieldInfo | None = None
     for i, name in enumerate(path):
         if not isinstance(tree, Settings):
@@ -223,12 +226,12 @@ def _field(tree: Any, path: list[str]) -> FieldInfo | Choice | None:
 
 
 def annotated_yaml(reading: Reading) -> str:
-    """The resolved settings as YAML, each key commented with who set it: the `settings.yml` of a run directory."""
+    """The merged settings as YAML, with the origin of each key as a comment: the `settings.yml` of a run directory."""
     return _aligned_comments(_lines(dump(reading.value), "", "", reading.origin)) + "\n"
 
 
 def commented_yaml(reading: Reading) -> str:
-    """Every setting of a run as a YAML comment with the first sentence of its documentation: a recipe to start from."""
+    """A recipe to start from: all settings of a run as YAML comments, each with the first sentence of its documentation."""
     lines = []
     for line, key in _lines(dump(reading.value), "", "", _Itself()):
         info = _field(reading.value, key.split(".")) if key else None
@@ -238,14 +241,14 @@ def commented_yaml(reading: Reading) -> str:
 
 
 class _Itself(dict[str, str]):
-    """A mapping that returns every key itself."""
+    """A mapping in which the value of every key is the key."""
 
     def get(self, key: str, default: Any = None) -> str:
         return key
 
 
 def _aligned_comments(lines: Iterable[tuple[str, str | None]]) -> str:
-    """Lines with their comments aligned in one column; very long lines do not move the column."""
+    """Joins lines and their comments, which are aligned in one column. Lines of more than 60 characters do not move the column."""
     lines = list(lines)
     width = max((len(line) for line, _ in lines if len(line) <= 60), default=0)
     return "\n".join(f"{line:{width}}  # {comment}" if comment else line for line, comment in lines)

@@ -1,7 +1,7 @@
-"""The messages for every mistake in settings: what is wrong with which key, who set it, and how to fix it.
+"""Makes the messages for mistakes in settings: what is wrong with which key, which layer set it, and how to fix it.
 
-The hint for an unknown key comes from the keys that this run could have: the key for which another trainer uses that name, a key
-of a choice's other classes (`b1` belongs to `name: adamw`), the most similar key, or the same name in another group.
+The hint for an unknown key names a key that this run could have: the key for which another trainer uses that name, a key of another
+class of a choice (`b1` belongs to `name: adamw`), the most similar key, or the same name in another group.
 """
 
 import re
@@ -53,13 +53,13 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class KnownNames:
-    """The names that an unknown key may stand for.
+    """The names from which hints for unknown keys are made.
 
-    known: every dotted key of this run.
-    choices: key -> choice, and its name.
-    also: a name that other trainers use -> our keys.
-    notes: such a name -> how its value differs from ours, empty if it does not.
-    elsewhere: a name that no key stands for -> a sentence about it.
+    known: all dotted keys of this run.
+    choices: dotted key -> the choice at that key, and the chosen name.
+    also: name that other trainers use -> our keys.
+    notes: name that other trainers use -> how its value differs from ours; empty if it does not.
+    elsewhere: name that corresponds to no key -> a sentence about it.
     all_keys: the command that lists all keys.
     """
 
@@ -105,8 +105,9 @@ def _nearest_key(key: str, names: KnownNames) -> str:
 
 
 def _of_other_trainers(key: str, names: KnownNames) -> str | None:
-    """The answer to a name that another trainer uses. A match of the whole dotted name wins over one of a name without what is before
-    it (verl's `actor_rollout_ref.rollout.n`), that over a match of its last part, and a key of the same group over others."""
+    """A hint for a name that another trainer uses; None if no trainer uses it. A match of the whole dotted name takes precedence over
+    matches of its end (as for verl's `actor_rollout_ref.rollout.n`), and longer ends over shorter ones. Of several keys, one in the
+    same group is preferred."""
     plain = key.lower().replace("-", "_")
     group, _, leaf = plain.rpartition(".")
     parts = plain.split(".")
@@ -119,14 +120,14 @@ def _of_other_trainers(key: str, names: KnownNames) -> str | None:
             return sentence
         if name in names.known and "." in name:
             return f"did you mean `{name}`?"
-    # A key of what is chosen comes before one that another choice would have.
+    # A key of the chosen class takes precedence over a key of another class.
     if not group and len(same := [key for key in names.known if key.rpartition(".")[2] == leaf and "." in key]) == 1:
         return f"did you mean `{same[0]}`?"
     return next(filter(None, (_of_another_choice(name, names) for name in ends)), None)
 
 
 def _of_another_choice(name: str, names: KnownNames) -> str | None:
-    """The answer to a name for a key that only another class of a choice has: `lora_r` where `adapter` is none."""
+    """A hint for a name that other trainers use for a key that only another class of a choice has: `lora_r` if `adapter` is none."""
     for key, (choice, current) in names.choices.items():
         # Classes of model families import jax.
         for other in choice.registry if choice.tag == "name" else ():
@@ -138,7 +139,7 @@ def _of_another_choice(name: str, names: KnownNames) -> str | None:
 
 
 def _likeness(key: str, other: str) -> float:
-    """How likely `other` is the key that was meant, 0 if it cannot be. Groups and leaves are compared separately."""
+    """A score from 0 to 1 for how likely `other` is the intended key. Groups and leaves are compared separately."""
     group, _, leaf = key.rpartition(".")
     its_group, _, its_leaf = other.rpartition(".")
     groups = 1.0 if group == its_group else SequenceMatcher(None, group, its_group).ratio()
@@ -170,7 +171,7 @@ def not_that(expected: str, value: Any, layer: SettingsLayer, key: str, hint: st
 
 
 def in_group(cls: type[Settings], key: str, value: Any) -> str:
-    """The hint for a value given to a group: the settings that take it, or its first ones."""
+    """The hint for a value that was given to a group: the keys of the group that accept it, or else its first keys."""
     fields = cls.model_fields
     takes = [name for name, info in fields.items() if isinstance(value, str) and value in _choices(info.annotation)]
     if takes:
@@ -183,14 +184,18 @@ def _choices(annotation: Any) -> list[Any]:
 
 
 def wrong(key: str, info: FieldInfo, errors: list[Any], setter: Setter) -> list[UserError]:
-    """The errors Pydantic found in one key or in its items. `setter`: dotted key -> the layer that set it."""
+    """Our errors for the errors that Pydantic found in one key or in its items.
+
+    Args:
+        setter: dotted key -> the layer that set it; None: no layer did.
+    """
     if errors[0]["type"] == "missing" and len(errors[0]["loc"]) == 1:
         about = f": {first_sentence(info.description)}" if first_sentence(info.description) else ""
         return [BadInput(f"`{key}` is required", where=NOBODY, hint=f"add `{key}={(info.examples or ['...'])[0]}`{about}")]
     options = [member for member in members(info.annotation) if member is not type(None)]
     if len(options) > 1 and (value_error := next((error for error in errors if error["type"] == "value_error"), None)):
         return [_wrong_part(key, info, value_error, setter)]
-    # Pydantic reports each member of the union; the key is reported once.
+    # Pydantic reports an error for each member of a union. One error is reported here.
     if len(options) > 1:
         first = next((e for e in errors if e["type"] == "finite_number"), errors[0])
         noun = _WANTED["finite"] if first["type"] == "finite_number" else type_in_words(info.annotation)
@@ -216,7 +221,7 @@ def _wrong_part(key: str, info: FieldInfo, error: Any, setter: Setter) -> UserEr
 
 
 def _default_hint(key: str, info: FieldInfo) -> str | None:
-    """What a key does, and a value that is right: its default."""
+    """A hint that says what a key does, and its default."""
     about = first_sentence(info.description)
     default = None if info.is_required() else info.get_default(call_default_factory=True)
     if info.is_required() or isinstance(default, Settings | list | tuple | dict):
@@ -235,8 +240,8 @@ def _wrong_item(
 
 
 def broken_rule(key: str, leaves: Iterable[str], rule: str, setter: Setter, hint: str | None = None) -> UserError:
-    """A broken rule between several keys of the group at `key`; the `leaves` that the message mentions are listed with who set
-    them."""
+    """The error for a broken rule between several keys of the group at `key`. It lists those of `leaves` that the rule mentions, with
+    the layers that set them."""
     words = {dotted_key(key, word) for word in re.findall(r"\w+(?:\.\w+)*", rule)}
     inside = [leaf for leaf in leaves if leaf.startswith(f"{key}." if key else "")]
     setters = [f"`{leaf}` {_set_by(setter(leaf), leaf)}" for leaf in inside if leaf in words]
@@ -246,7 +251,7 @@ def broken_rule(key: str, leaves: Iterable[str], rule: str, setter: Setter, hint
 
 
 def messages(error: Any) -> list[str]:
-    """The messages of a Pydantic error: one, or those of all rules that its validator found broken."""
+    """The messages of a Pydantic error: those of all broken rules of a `BrokenRules`, or else one message."""
     rules = getattr(error.get("ctx", {}).get("error"), "rules", None)
     return [" ".join(rule.split()) for rule in rules] if rules else [error_message(error)]
 
@@ -269,7 +274,7 @@ def _kind(error: Any) -> str:
 
 
 def type_in_words(hint: Any) -> str:
-    """A type in plain words: `a whole number or none`."""
+    """A type as a phrase: `a whole number or none`."""
     names = dict.fromkeys(_type_words(member) for member in members(hint))
     return " or ".join(names)
 
@@ -285,7 +290,7 @@ def _type_words(hint: Any) -> str:
 
 
 def short_value(value: Any) -> str:
-    """A value as it was written, shortened to 60 characters."""
+    """A value in quotes, as it was written, shortened to 60 characters."""
     if isinstance(value, Mapping) and SELF in value:
         value = value[SELF]
     if isinstance(value, RefusedValue):

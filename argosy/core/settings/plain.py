@@ -1,4 +1,4 @@
-"""A tree of settings as plain values, for YAML, JSON and comparison. Knows nothing of where values come from."""
+"""Converts trees of settings to plain values, for YAML, JSON and comparison. This module does not know the origin of values."""
 
 from collections.abc import Mapping
 from enum import Enum
@@ -9,7 +9,7 @@ from argosy.core.settings.schema import FieldShape, Settings, shape, shape_of
 
 
 def dump(tree: Settings) -> dict[str, Any]:
-    """The tree as plain YAML values, tags included. Reading them again gives an equal tree."""
+    """Converts a tree to plain YAML values, including the tags of choices. Reading the result gives an equal tree."""
     return {name: _plain(shape_of(info), getattr(tree, name)) for name, info in type(tree).model_fields.items()}
 
 
@@ -28,7 +28,7 @@ def _plain(kind: FieldShape, value: Any) -> Any:
 
 
 def flatten(tree: Settings | Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> leaf. Mappings and lists of groups are expanded; other lists and empty mappings are leaves."""
+    """The leaves of a tree by dotted key. Mappings and lists of groups are expanded. Other lists and empty mappings are leaves."""
     leaves: dict[str, Any] = {}
     for name, value in (dump(tree) if isinstance(tree, Settings) else tree).items():
         key = dotted_key(prefix, name)
@@ -39,7 +39,7 @@ def flatten(tree: Settings | Mapping[str, Any], prefix: str = "") -> dict[str, A
 
 
 def diff(a: Settings | Mapping[str, Any], b: Settings | Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """The keys in which two trees differ, with both values; None where a tree does not have the key."""
+    """The differences between two trees, as (dotted key, value in a, value in b). A value is None if a tree does not have the key."""
     left, right = flatten(a), flatten(b)
     keys = dict.fromkeys([*left, *right])
     same = {key for key in left.keys() & right.keys() if left[key] == right[key]}
@@ -47,5 +47,5 @@ def diff(a: Settings | Mapping[str, Any], b: Settings | Mapping[str, Any]) -> li
 
 
 def dotted_key(key: str, name: str) -> str:
-    """The dotted key of `name` in the group at `key`; the key of the root is empty."""
+    """The dotted key of `name` in the group at `key`. The key of the root is empty."""
     return f"{key}.{name}" if key else name

@@ -1,7 +1,7 @@
-"""Reads layers into a settings tree in one pass: layers are merged on the way down, the tree is built on the way up.
+"""Merges layers into a tree of settings in one pass: layers are merged on the way down, and the tree is built on the way up.
 
-Pydantic builds each group after its children, so one pass finds every mistake at every depth. Rules between the keys of a group
-are checked only if each key is valid by itself; otherwise they would blame the wrong key.
+Pydantic builds each group after its children, so one pass finds all mistakes at all depths. Rules between the keys of a group are
+checked only if each key is valid, because otherwise they would blame the wrong key.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,21 +36,29 @@ DEFAULT = "default"
 
 # Marks a value whose mistakes have been recorded.
 _FAILED: Any = object()
-# Among the failed keys of a group: the group itself was given as something else.
+# Stands among the failed keys of a group if the value of the group is no group.
 _WHOLE = ""
 
 
 @dataclass(frozen=True)
 class LayerValue:
-    """The value that one layer gives to one key."""
+    """The value of one key in one layer."""
 
     layer: SettingsLayer
     value: Any
 
 
 class SettingsReader:
-    """Reads one schema. By key, it collects what was wrong, unknown, known and chosen, which layer set the key, which layers
-    tried to, and which names of other trainers stand for it."""
+    """Reads one schema, and collects what it finds.
+
+    problems: all mistakes, except unknown keys.
+    unknown: (dotted key, place) of each unknown key.
+    known: all dotted keys of the schema.
+    also, notes, choices: as in `mistakes.KnownNames`.
+    setter: dotted key -> the last layer that set it.
+    tried: dotted key -> (origin, value) for each layer that set it.
+    good: the top-level settings that have no mistakes, by name.
+    """
 
     def __init__(self):
         self.problems: list[UserError] = []
@@ -61,7 +69,6 @@ class SettingsReader:
         self.choices: dict[str, tuple[Choice, str]] = {}
         self.setter: dict[str, SettingsLayer] = {}
         self.tried: dict[str, list[tuple[str, Any]]] = {}
-        # The root's own settings that have no mistakes.
         self.good: dict[str, Any] = {}
 
     def group(self, cls: type[Settings], key: str, layered: list[LayerValue], tag: str | None = None) -> Any:
@@ -72,7 +79,7 @@ class SettingsReader:
             for name in [name for name in entry.value if name not in cls.model_fields and name != tag]:
                 self._unknown(dotted_key(key, name), entry, entry.value[name])
         values: dict[str, Any] = {}
-        # Groups and choices that only their defaults fill.
+        # The names of groups and choices that no layer sets.
         defaults: set[str] = set()
         failed = set() if all_good else {_WHOLE}
         for name, info in cls.model_fields.items():
@@ -107,7 +114,7 @@ class SettingsReader:
         return self._leaf(info.annotation, key, layered) if kind.kind == "leaf" else self._read(kind, key, layered)
 
     def _read(self, kind: FieldShape, key: str, layered: list[LayerValue]) -> Any:
-        """Reads a value that has parts. None discards what earlier layers gave."""
+        """Reads a group, choice, list or dict. A None in a layer discards the values of earlier layers."""
         if kind.can_be_none:
             last = max((i for i, entry in enumerate(layered) if entry.value is None), default=-1)
             if last == len(layered) - 1:
@@ -148,15 +155,16 @@ class SettingsReader:
         return self.group(cls, key, _since_named(layered, choice.tag), choice.tag)
 
     def _as_nearest(self, choice: Choice, name: str, key: str, layered: list[LayerValue]) -> None:
-        """Reads a choice of an unknown name as the nearest one, so that its other mistakes are found too. Its names are known even
-        where none is near: `lr` beside `optimizer=sophia` still means the learning rate."""
+        """Reads a choice with an unknown name as if it had the nearest name, so that its other mistakes are found too. If no name is
+        near, only the keys of the first class become known, so that the hint for `lr` beside `optimizer=sophia` is the learning
+        rate."""
         close = get_close_matches(name, choice.registry, n=1)
         nearest = close[0] if close else next(iter(choice.registry))
         self.choices[key] = (choice, nearest)
         before = len(self.problems)
         entries = _since_named(layered, choice.tag) if close else []
         self.group(choice.pick(nearest), key, entries, choice.tag)
-        # Nothing is missing from a group whose name is not known.
+        # In a group whose name is not known, no key is reported as missing.
         self.problems[before:] = [p for p in self.problems[before:] if close and p.where != mistakes.NOBODY]
 
     def _list(self, item: Any, key: str, layered: list[LayerValue]) -> Any:
@@ -177,8 +185,8 @@ class SettingsReader:
         return values if all_good and all(value is not _FAILED for value in values.values()) else _FAILED
 
     def _leaf(self, hint: Any, key: str, layered: list[LayerValue]) -> Any:
-        """Reads a leaf by its type; the last layer wins. Mappings are merged; none removes a name from a mapping whose values
-        cannot be none."""
+        """Reads a leaf by its type. The last layer overrides the others, but mappings are merged. In a mapping whose values cannot be
+        None, None removes a name."""
         can_be_mapping = takes(hint, {})
         entries = []
         for entry in layered:
@@ -216,13 +224,13 @@ class SettingsReader:
             return _FAILED if failed else built
         except ValidationError as error:
             errors = error.errors()
-        # Raised by a validator, with a message of its own.
+        # A validator of ours has raised this, with its own message.
         except UserError as error:
             if not failed:
                 self.problems.append(mistakes.broken_rule(key, self._leaves(), error.what, self.setter.get, error.hint))
             return _FAILED
         wrong = [e for e in errors if e["loc"] and e["loc"][0] not in failed]
-        # Nothing is missing from a group that was never given.
+        # In a group whose value is no group, no key is reported as missing.
         if _WHOLE in failed:
             wrong = [e for e in wrong if e["type"] != "missing"]
         for name in dict.fromkeys(str(e["loc"][0]) for e in wrong):
@@ -241,13 +249,13 @@ class SettingsReader:
     def _mappings(
         self, problem: str, key: str, layered: list[LayerValue], hint: Callable[[Any], str | None] = lambda value: None
     ) -> tuple[list[LayerValue], bool]:
-        """The mappings among `layered`, and whether all are mappings; the others are recorded as mistakes."""
+        """The entries of `layered` that are mappings, and whether all are. The others are recorded as mistakes."""
         good: list[LayerValue] = []
         all_good = True
         for entry in layered:
             value = _explicit(entry.value) if isinstance(entry.value, Settings) else entry.value
             if value is None and entry.layer.text(key) == "":
-                # A heading in a file with nothing under it.
+                # This is a heading in a file with nothing under it.
                 continue
             if isinstance(value, Mapping) and SELF not in value:
                 good.append(LayerValue(entry.layer, value))
@@ -257,7 +265,7 @@ class SettingsReader:
         return good, all_good
 
     def _unknown(self, key: str, entry: LayerValue, value: Any) -> None:
-        """Records an unknown key; for an unknown group with a single leaf, the leaf."""
+        """Records an unknown key. For an unknown group with a single leaf, the leaf is recorded."""
         while isinstance(value, Mapping) and len(value) == 1:
             name, value = next(iter(value.items()))
             key = dotted_key(key, name)
@@ -277,7 +285,8 @@ def _default(info: FieldInfo) -> list[LayerValue]:
 
 
 def _tagged(choice: Choice, entry: LayerValue) -> LayerValue:
-    """Expands a choice's shorthand: a name alone, or a name beside keys, is the tag. Where a choice has the name `none`, none is it."""
+    """Expands the shorthand of a choice: a name alone, or beside keys, becomes the tag. If a choice has the name `none`, None becomes
+    this name."""
     value = entry.value
     if "none" in choice.registry:
         absent = next((key for key in (SELF, choice.tag) if isinstance(value, Mapping) and value.get(key, "") is None), None)
@@ -292,7 +301,7 @@ def _tagged(choice: Choice, entry: LayerValue) -> LayerValue:
 
 
 def _since_named(layered: list[LayerValue], tag: str) -> list[LayerValue]:
-    """What layers gave since the tag last changed."""
+    """The entries from the layer on that last changed the tag."""
     name, entries = None, []
     for entry in layered:
         tag_name = entry.value.get(tag)
@@ -304,7 +313,8 @@ def _since_named(layered: list[LayerValue], tag: str) -> list[LayerValue]:
 
 
 def _since_changed(cls: type[Settings], info: FieldInfo, layered: list[LayerValue]) -> int:
-    """The index of the first layer that counts for a key: the last one that changed the key this one `BelongsTo`."""
+    """The index of the first layer that counts for a key: the last layer that changed the key that this key `BelongsTo`; 0 without such
+    a key."""
     first = 0
     for mark in marks(info, BelongsTo):
         value = cls.model_fields[mark.key].get_default(call_default_factory=True)
@@ -315,5 +325,5 @@ def _since_changed(cls: type[Settings], info: FieldInfo, layered: list[LayerValu
 
 
 def _explicit(group: Settings) -> dict[str, Any]:
-    """A built group as the keys that were set in it."""
+    """The keys that were explicitly set in a built group, with their values."""
     return {name: getattr(group, name) for name in type(group).model_fields if name in group.model_fields_set}

@@ -1,12 +1,13 @@
-"""A key that may be given several times on one command line: its words add up to a list.
+"""Keys that may be given several times on the command line. Their words are joined to a list.
 
     reward: Annotated[list[Reward], Repeats("of")] = Field(default_factory=list)
 
     reward=a.py:f reward=b.py:g                       two items
-    reward=a.py:f reward="{of: b.py:g, weight: 0.5}"  the second with a setting of its own
-    reward=[a.py:f, b.py:g]                           the same in one word, or in YAML
+    reward=a.py:f reward="{of: b.py:g, weight: 0.5}"  two items, of which the second has another setting
+    reward=[a.py:f, b.py:g]                           two items in one word, or in YAML
 
-Words of any other key replace each other, and so do layers: a list on the command line replaces the recipe's.
+For any other key, a later word replaces an earlier one. A later layer replaces the list of an earlier layer: a list on the command line
+replaces that of the recipe.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,16 +21,17 @@ from argosy.core.settings.words import Mark, SettingsLayer
 
 
 class Repeats:
-    """Marks a key whose value is a list, and that may be repeated. A value that is no list is a list of one.
+    """Marks a key whose value is a list, and that may be repeated. A value that is no list becomes a list of one item.
 
-    item: the key of an item that a plain value stands for; None where items are plain themselves.
+    item: the key of an item for which a plain value stands; None: items are plain values.
     """
 
     def __init__(self, item: str | None = None):
         self.item = item
 
     def merged(self, key: str, layer: SettingsLayer, value: Any) -> tuple[SettingsLayer, Any]:
-        """What a layer gives for the key as one list, and the layer with the marks of its items. None stays None."""
+        """Joins the values of the key in one layer to one list. Returns the layer with the marks of the items, and the list. A last
+        value of None gives None."""
         words = layer.words.get(key) or [(value, layer.marks)]
         if value is None or words[-1][0] is None:
             return layer, None
@@ -47,7 +49,8 @@ class Repeats:
         return SettingsLayer(layer.origin, layer.values, marks, layer.words), items
 
     def misplaced(self, key: str, layer: SettingsLayer) -> Iterator[UserError]:
-        """Words for a part of an item, which is not known by its number until all words are read."""
+        """Yields errors for words that set a part of an item, such as `reward.0.weight`. Items have no numbers until all words are
+        read."""
         for word in layer.words:
             if word.startswith(f"{key}."):
                 leaf = word.rpartition(".")[2]
@@ -75,7 +78,7 @@ class Repeats:
 
 
 def _moved(marks: Mapping[str, Mark], before: str, after: str) -> Iterator[tuple[str, Mark]]:
-    """The marks of one key, and of all below it, under another key."""
+    """Yields the marks of one key, and of all keys below it, with this key replaced by another."""
     for name, mark in marks.items():
         if name == before or name.startswith(f"{before}."):
             yield after + name[len(before) :], mark

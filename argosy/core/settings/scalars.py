@@ -1,7 +1,7 @@
-"""What a plain YAML scalar means, and how a value is written so that it reads back the same.
+"""Parses plain YAML scalars, and writes values so that reading gives the same value.
 
-Numbers are the decimal ones people mean (`1e5`, `4_096`, `25k`). YAML 1.1 reads `010` as 8, `1:30` as 90, `1e5` as text and
-`2026-11-21` as a date; here they are 10, text, 100000 and text. This module knows nothing of types or files.
+Numbers are decimal, as people write them (`1e5`, `4_096`, `25k`). YAML 1.1 reads `010` as 8, `1:30` as 90, `1e5` as text and
+`2026-11-21` as a date. Here they are 10, text, 100000 and text. This module does not know the types of settings.
 """
 
 import re
@@ -23,21 +23,21 @@ _HUMAN = re.compile(rf"({_FLOAT.pattern})({'|'.join(_SUFFIXES)})?")
 
 
 def parse_number(text: str) -> int | float | None:
-    """The number a person means by `4_096`, `1e5`, `3e-4`, `25k`, `1.5B` or `64Ki`; None for anything else."""
+    """Parses a number as people write it, such as `4_096`, `1e5`, `3e-4`, `25k`, `1.5B` or `64Ki`; None for other texts."""
     text = text.strip()
     match = _HUMAN.fullmatch(text)
     if match is None or _INT.fullmatch(text):
         return _integer(text) if match else None
     suffix = match.groups()[-1]
     exact = _DECIMAL.multiply(Decimal(match[1].replace("_", "")), _SUFFIXES.get(suffix, 1))
-    # The bound on the exponent matters: 1e999999 has a million digits.
+    # The exponent is limited, because 1e999999 has a million digits.
     if exact.is_finite() and exact.adjusted() < 30 and exact == exact.to_integral_value():
         return int(exact)
     return float(exact)
 
 
 def scalar(text: str) -> Any:
-    """The value of a plain scalar whose type is unknown: none, a switch, a number, or text."""
+    """Parses a plain scalar of unknown type: None, a bool, a number, or text."""
     if text.lower() in _NULLS:
         return None
     if text.lower() in _SWITCHES:
@@ -58,10 +58,10 @@ def _integer(text: str) -> int | float:
 
 
 def yaml_line(value: Any) -> str:
-    """A plain value as one line of YAML that this module and any other YAML reader read back the same.
+    """Writes a plain value as one line of YAML, which this module and other YAML readers read as the same value.
 
     Raises:
-        TypeError: it is no plain value.
+        TypeError: the value is no plain value.
     """
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{yaml_line(str(k))}: {yaml_line(v)}" for k, v in value.items()) + "}"
@@ -85,12 +85,13 @@ def _flow(value: Any, **style: Any) -> str:
 
 
 def yaml_document(value: Any) -> str:
-    """A plain value as a YAML document of blocks, in the order of its keys, which readers of YAML 1.1 and 1.2 read alike."""
+    """Writes a plain value as a YAML document in block style, with keys in their order. Readers of YAML 1.1 and 1.2 read the same
+    value."""
     return yaml.dump(value, Dumper=_Blocks, sort_keys=False, width=10**6, allow_unicode=True)
 
 
 def yaml_documents(values: Iterable[Any]) -> str:
-    """Plain values as YAML documents of one file."""
+    """Writes plain values as several YAML documents in one text."""
     return "---\n".join(map(yaml_document, values))
 
 
@@ -103,7 +104,7 @@ class _Blocks(yaml.SafeDumper):
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # Text that may be a number, a switch or a date to anybody is quoted: `1e5` is a number to Kubernetes.
+    # Text that some reader may take for a number, a bool or a date is quoted: `1e5` is a number for Kubernetes.
     is_plain = re.fullmatch(r"[A-Za-z/][\w./:@-]*(?<!:)", text) and len(text) > 1
     style = "|" if "\n" in text else None if is_plain else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)

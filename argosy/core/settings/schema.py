@@ -1,4 +1,4 @@
-"""The types settings are made of: `Settings`, a frozen group of typed keys, and `Choice`, a group whose class a name selects.
+"""The types of settings: `Settings`, a frozen group of typed keys, and `Choice`, a group whose class is selected by a name.
 
     class AdamW(Settings):
         learning_rate: float = Field(1e-3, gt=0)
@@ -7,8 +7,8 @@
     class Run(Settings):
         optimizer: Annotated[Any, Choice(OPTIMIZERS)] = "adamw"
 
-`parse_value` reads a value by the type of its key, so numbers may be written as people write them and nothing else is guessed: a switch
-is never a number, nor a number a switch. This module knows nothing of layers; `core.settings` reads those.
+`parse_value` reads a value by the type of its key, so numbers may be written as people write them. Nothing else is guessed: a bool is
+never a number, and a number is never a bool. This module does not know layers, which `core.settings` merges.
 """
 
 import ast
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
     @dataclass_transform(kw_only_default=True, frozen_default=True)
     class _Keys(ModelMetaclass):
-        """Lets type checkers see the default in `Field(8, ge=1)`; by Pydantic's own transform they only read `default=8`."""
+        """Lets type checkers see the default in `Field(8, ge=1)`. With Pydantic's own transform, they only see it in `default=8`."""
 
 else:
     _Keys = type(BaseModel)
 
 
 class BrokenRules(ValueError):
-    """All rules between keys of a group that do not hold, for its validator to raise. Each is a mistake of its own."""
+    """Raised by the validator of a group, with all broken rules between its keys. Each rule is reported as a separate mistake."""
 
     def __init__(self, rules: Iterable[str]):
         self.rules = list(rules)
@@ -55,8 +55,8 @@ class BrokenRules(ValueError):
 
 
 class Settings(BaseModel, metaclass=_Keys):
-    """A frozen group of settings. The string under a field documents it (`documented_fields`). Unknown keys are errors, and so are
-    infinite and NaN values: a learning rate of infinity is a typo."""
+    """A frozen group of settings. The string under a field documents it (`documented_fields`). Unknown keys are errors. So are infinite
+    and NaN values, because a learning rate of infinity is a typo."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -66,9 +66,9 @@ class Settings(BaseModel, metaclass=_Keys):
         allow_inf_nan=False,
     )
 
-    # Names from other trainers that correspond to no key, each with the sentence that answers it. Read from the root.
+    # Names from other trainers that correspond to no key, each with a sentence for the hint. Only that of the root class is used.
     elsewhere: ClassVar[Mapping[str, str]] = {}
-    # The command that lists all keys, where not all are printed. Read from the root.
+    # The command that lists all keys, for hints that do not list all. Only that of the root class is used.
     all_keys: ClassVar[str] = "`--help`"
 
     @field_validator("*", mode="before")
@@ -78,23 +78,23 @@ class Settings(BaseModel, metaclass=_Keys):
 
 
 class Also:
-    """Marks a key with the names other trainers use for it: `Annotated[float, Also("lr", "max_lr")]`. They are not accepted; the
-    error names the right key. A dotted name, `training.steps`, takes precedence over its last part.
+    """Marks a key with the names that other trainers use for it: `Annotated[float, Also("lr", "max_lr")]`. These names are not
+    accepted, but the error names the right key. A dotted name, `training.steps`, takes precedence over its last part.
 
-    note: how the value differs from that of these names, in another unit for example; it follows the key in the error."""
+    note: how the value differs from that of these names, for example in its unit. It follows the key in the error."""
 
     def __init__(self, *names: str, note: str = ""):
         self.names, self.note = names, note
 
 
 class MayChange:
-    """Marks a key or a whole group that may differ when a run resumes: `every: Annotated[int, MayChange()] = 100`. Every other
-    key must be unchanged, because the run would otherwise be a different one."""
+    """Marks a key or a whole group that may change when a run resumes: `every: Annotated[int, MayChange()] = 100`. No other key may
+    change, because it would then be another run."""
 
 
 class BelongsTo:
-    """Marks a key that describes the value of another key of its group: `max_bytes: Annotated[int, BelongsTo("source")]`. A layer
-    that changes that other key discards what earlier layers set here, just as a new tag discards the keys of the old choice."""
+    """Marks a key that describes the value of another key of its group: `max_bytes: Annotated[int, BelongsTo("source")]`. A layer that
+    changes the other key discards the values of this key in earlier layers, just as a new tag discards the keys of the old choice."""
 
     def __init__(self, key: str):
         self.key = key
@@ -104,10 +104,10 @@ _DOCUMENTED: list[type[Settings]] = []
 
 
 def documented_fields(cls: type[Settings]) -> dict[str, FieldInfo]:
-    """The fields of a class of settings, described by the strings under them.
+    """The fields of a class of settings, with the strings under them as descriptions.
 
-    They are read from the source file here, because only help, references and errors show them: Pydantic would read them whenever a
-    class is made, which takes 70 ms for all of a run's settings.
+    The strings are read from the source file here, and not when a class is created, because only help, references and errors show them.
+    Pydantic would read them for each class, which takes 70 ms for all settings of a run.
     """
     if cls in _DOCUMENTED:
         return cls.model_fields
@@ -124,7 +124,7 @@ def documented_fields(cls: type[Settings]) -> dict[str, FieldInfo]:
 
 @cache
 def _documentation(path: str) -> dict[str, dict[str, str]]:
-    """Class by its qualified name -> field -> the string under it, from one source file."""
+    """Reads the documentation in one source file: qualified name of a class -> name of a field -> the string under it."""
     documentation: dict[str, dict[str, str]] = {}
 
     def visit(body: list[ast.stmt], prefix: str) -> None:
@@ -138,7 +138,7 @@ def _documentation(path: str) -> dict[str, dict[str, str]]:
         with open(path, encoding="utf-8") as file:
             visit(ast.parse(file.read()).body, "")
     except (OSError, SyntaxError, ValueError):
-        # Compiled, or in an archive.
+        # The module is compiled, or in an archive.
         return {}
     return documentation
 
@@ -156,17 +156,19 @@ def _documented_names(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
 
 
 def marks(field: FieldInfo, kind: type) -> list[Any]:
-    """The marks of this kind in a field's annotation."""
+    """The marks of this class in the annotation of a field, such as `Also`."""
     return [mark for mark in field.metadata if isinstance(mark, kind)]
 
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """Marks a key whose value is a group of the class its tag names: `Annotated[Any, Choice(OPTIMIZERS)]`.
+    """Marks a key whose value is a group. A tag in the group names its class: `Annotated[Any, Choice(OPTIMIZERS)]`.
 
-    Written `{name: muon, ns_steps: 6}`, or `muon` alone. The registered class, a `Settings`, is imported on first use.
+    The value is written `{name: muon, ns_steps: 6}`, or only `muon`. The registered class, a `Settings`, is imported on first use.
 
-    other: a name and a key of its class. A text with a colon, such as FILE.py:CLASS, is that key of that class.
+    registry: the classes by name.
+    tag: the key in the group that holds the name.
+    other: (name, key). A text with a colon, such as FILE.py:CLASS, stands for the class with this name, and is the value of this key.
     """
 
     registry: Registry
@@ -174,16 +176,16 @@ class Choice:
     other: tuple[str, str] | None = None
 
     def named(self, text: str) -> dict[str, Any]:
-        """The mapping that a text alone stands for."""
+        """The mapping for which a text alone stands."""
         if self.other is not None and ":" in text:
             return {self.tag: self.other[0], self.other[1]: text}
         return {self.tag: text}
 
     def name_of(self, value: Settings) -> str:
-        """The first name under which the value's class is registered; imports nothing.
+        """The first name under which the class of the value is registered. Imports nothing.
 
         Raises:
-            ValueError: it is not registered.
+            ValueError: the class is not registered.
         """
         cls = type(value)
         for name, item in self.registry._items.items():
@@ -192,11 +194,12 @@ class Choice:
         raise ValueError(f"{cls.__name__} is no registered {self.registry.noun}")
 
     def pick(self, name: Any) -> type[Settings]:
-        """The class registered under a name.
+        """The class that is registered under a name.
 
         Raises:
-            UnknownName: there is none.
-            TypeError: what is registered is not a `Settings`.
+            UnknownName: there is no such class.
+            BadInput: FILE.py:NAME is no class of settings.
+            TypeError: another registered name is no class of settings.
         """
         if not isinstance(name, str):
             raise UnknownName(self.registry.noun, str(name), self.registry)
@@ -208,7 +211,7 @@ class Choice:
         return cls
 
     def build(self, value: Any) -> Settings:
-        """The group that a name, a mapping with the tag, or an already built group stands for."""
+        """Builds the group from a name or a mapping with the tag. A group that is already built is returned unchanged."""
         if isinstance(value, Settings):
             self.name_of(value)
             return value
@@ -248,19 +251,25 @@ class Choice:
 
 @dataclass(frozen=True)
 class FieldShape:
-    """How a key is read: as one leaf, or part by part. `of`: the class, the choice, or the type of the items."""
+    """How a key is read: as one leaf, or part by part.
+
+    kind: the kind of the value.
+    of: the class of a group, the `Choice`, the type of the items, or the type of a leaf.
+    can_be_none: whether None is a valid value.
+    """
 
     kind: Literal["leaf", "group", "choice", "list", "dict"]
     of: Any = None
     can_be_none: bool = False
 
 
-# A field by its identity, which cannot be hashed, and its shape: 84 presets have 5,000 fields of 200 kinds.
+# The shapes of fields, by the id of the field, because a field cannot be hashed. It is a cache: 84 presets have 5,000 fields of 200
+# kinds.
 _SHAPES: dict[int, tuple[FieldInfo, FieldShape]] = {}
 
 
 def shape_of(info: FieldInfo) -> FieldShape:
-    """How a field is read. A default of none allows none."""
+    """How a field is read. If its default is None, None is a valid value."""
     cached = _SHAPES.get(id(info))
     if cached is None:
         cached = _SHAPES[id(info)] = info, _shape_of(info)
@@ -296,7 +305,7 @@ def shape(hint: Any) -> FieldShape:
 
 
 def members(hint: Any) -> tuple[Any, ...]:
-    """The member types of a union; for any other type, the type itself."""
+    """The member types of a union. For another type, the type itself."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
@@ -309,7 +318,7 @@ def item_hint(hint: Any) -> Any:
 
 
 def takes(hint: Any, value: Any) -> bool:
-    """Whether a value is already of this type; items inside it are not checked."""
+    """Whether a value has this type. Items inside of it are not checked."""
     if get_origin(hint) is Annotated:
         return takes(get_args(hint)[0], value)
     if len(members(hint)) > 1:
@@ -329,19 +338,21 @@ def takes(hint: Any, value: Any) -> bool:
 
 @dataclass(frozen=True)
 class RefusedValue:
-    """Stands for a value that Pydantic would accept but that is never meant: 1 for a switch, a switch for a number, an integer
-    too large for any array."""
+    """Wraps a value that Pydantic would accept, although it is certainly a mistake: a number for a bool, a bool for a number, or an
+    integer too large for any array."""
 
     value: Any
 
 
 def parse_value(hint: Any, value: Any, text_of: Callable[[str], str | None] = _no_text, key: str = "") -> Any:
-    """What a written value means for this type. A value without a meaning is returned as it is, for Pydantic to refuse.
+    """Interprets a written value by the type of its key. A value that does not fit is returned unchanged or as a `RefusedValue`, and
+    Pydantic then refuses it.
 
     Args:
         hint: the type.
-        value: the value as a YAML reader gives it.
-        text_of: dotted key -> the text of a plain scalar as it was written: `no` for False, `007` for 7.
+        value: the value that a YAML reader returned.
+        text_of: dotted key -> the text of a plain scalar as it was written, such as `no` for False or `007` for 7; None: it is no plain
+            scalar.
         key: the dotted key of the value.
     """
     if get_origin(hint) is Annotated:
@@ -366,7 +377,7 @@ def parse_value(hint: Any, value: Any, text_of: Callable[[str], str | None] = _n
 
 
 def _meant_by_one(options: tuple[Any, ...], value: Any, text_of: Callable[[str], str | None], key: str) -> Any:
-    """The first member of a union that accepts the value as it is, otherwise the first that can interpret it."""
+    """Interprets a value by the first member of a union that accepts it unchanged, or else by the first that can interpret it."""
     for option in options:
         if takes(option, value):
             return parse_value(option, value, text_of, key)

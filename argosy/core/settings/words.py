@@ -1,7 +1,7 @@
-"""Reads YAML files and `key=value` words into layers. `core.settings` turns layers into a typed tree.
+"""Reads YAML files and `key=value` words into layers, which `core.settings` merges into a typed tree.
 
-A plain scalar keeps its text and line beside its value, because only the type of a setting decides what it means: `lang: no` is
-text for a text setting and false for a switch, `007` stays `007`, and errors name the line.
+Beside the value of a plain scalar, a layer keeps its text and its line, because only the type of the setting decides what the text
+means: `lang: no` is text for a setting of text, and false for a bool. `007` stays `007`. Errors name the line.
 """
 
 import os
@@ -19,9 +19,10 @@ from argosy.core.errors import BadInput, SettingsError, UserError
 from argosy.core.settings.scalars import scalar
 
 COMMAND_LINE = "command line"
-# The origin of what `argosy.fit` is given in Python.
+# The origin of settings that are passed to `argosy.fit` in Python.
 CALL = "fit(...)"
-# The key of a group's own value, in `optimizer=muon optimizer.ns_steps=6`; YAML 1.1 uses the same key for that.
+# The key under which a group stores a value that was given to the group itself, as in `optimizer=muon optimizer.ns_steps=6`. YAML 1.1
+# uses the same key for this.
 SELF = "="
 MOST_LEVELS = 50
 # A limit, because aliases of aliases let nine lines of YAML stand for a billion values.
@@ -32,7 +33,11 @@ _KEY = re.compile(r"[^\s.=-][^\s.=]*(\.[^\s.=]+)*")
 
 @dataclass(frozen=True)
 class Mark:
-    """How a value was written: its text if it was a plain scalar, and its line in a file, from 1."""
+    """How a value was written.
+
+    text: the text of a plain scalar; None for other values.
+    line: the line in a file, counted from 1; None: it is from no file.
+    """
 
     text: str | None = None
     line: int | None = None
@@ -40,10 +45,13 @@ class Mark:
 
 @dataclass(frozen=True)
 class SettingsLayer:
-    """One source of settings: its origin and its values.
+    """The settings of one source, to be merged with others.
 
-    words: for a layer of `key=value` words, each key with its values and their marks in order, as keys may be repeated
-    (`core.settings.repeats`).
+    origin: the name of the source, for errors.
+    values: the settings.
+    marks: dotted key -> how its value was written.
+    words: for a layer of `key=value` words, dotted key -> all its values with their marks, in order, because keys may be repeated
+        (`core.settings.repeats`).
     """
 
     origin: str
@@ -52,47 +60,51 @@ class SettingsLayer:
     words: Mapping[str, Sequence[tuple[Any, Mapping[str, Mark]]]] = field(default_factory=dict)
 
     def where(self, key: str) -> str:
-        """`tiny.yml:12`, or only the origin if there are no lines."""
+        """The place where a key is set: `tiny.yml:12`, or only the origin if there are no lines."""
         mark = self.marks.get(key)
         return f"{self.origin}:{mark.line}" if mark and mark.line else self.origin
 
     def text(self, key: str) -> str | None:
-        """The text of a plain scalar as it was written."""
+        """The text of a plain scalar as it was written; None: the value of the key is no plain scalar."""
         mark = self.marks.get(key)
         return mark.text if mark else None
 
     def under(self, group: str) -> "SettingsLayer":
-        """The same layer one level down, under `group`: a model preset becomes a layer of a run."""
+        """The same layer with all keys moved under `group`, so that a model preset becomes a layer of a run."""
         return SettingsLayer(self.origin, {group: self.values}, {f"{group}.{key}": mark for key, mark in self.marks.items()})
 
 
 # ---- YAML files
 
 
-# The C loader is ten times as fast; PyYAML may have been built without it.
+# The C loader is ten times as fast, but PyYAML may have been built without it.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Text(_Loader):
-    """Composes nodes but leaves plain scalars as text."""
+    """A loader that keeps plain scalars as text."""
 
 
 _Text.yaml_implicit_resolvers = {}
 
 
 def yaml_layer(path: str | Path, origin: str | None = None) -> SettingsLayer:
-    """Reads one YAML file of settings; `origin` is what errors and provenance call it (default: the file's name).
+    """Reads a YAML file of settings.
+
+    Args:
+        path: the file.
+        origin: the name of the layer in errors; None: the name of the file.
 
     Raises:
-        BadInput: there is no such file, or it is not UTF-8 or not YAML.
-        SettingsError: duplicate keys, tags, or a file that is not a mapping; each with its line.
+        BadInput: there is no such file, or it is not UTF-8, not YAML, or not a mapping.
+        SettingsError: there are duplicate keys or YAML tags. Each is reported with its line.
     """
     path = Path(path)
     return yaml_text_layer(_read(path), origin or path.name)
 
 
 def yaml_text_layer(text: str, origin: str) -> SettingsLayer:
-    """`yaml_layer` of the text of a file."""
+    """Reads the text of a YAML file of settings, as `yaml_layer` does."""
     node = _parse(text, f"in {origin}", lines=True)
     if node is None:
         return SettingsLayer(origin, {})
@@ -117,8 +129,8 @@ def _read(path: Path) -> str:
 
 
 def _close_file(path: Path) -> str | None:
-    """A hint with a file of a similar name in the same directory, if this user owns it: a temporary directory holds everybody's
-    files."""
+    """A hint with a file of a similar name in the same directory. Files of other users are ignored, since a temporary directory holds
+    the files of all users."""
     try:
         files = [p.name for p in path.parent.glob("*.y*ml") if os.name == "nt" or p.stat().st_uid == os.getuid()]
     except OSError:
@@ -130,7 +142,7 @@ def _close_file(path: Path) -> str | None:
 def _parse(text: str, where: str, lines: bool) -> yaml.Node | None:
     try:
         depth = 0
-        # Composing recurses in C: 90,000 brackets would crash the process.
+        # The depth is checked first, because composing recurses in C: 90,000 brackets would crash the process.
         for event in yaml.parse(text, _Text):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MOST_LEVELS:
@@ -145,7 +157,7 @@ def _parse(text: str, where: str, lines: bool) -> yaml.Node | None:
 
 
 class _NodeReader:
-    """Turns YAML nodes into plain values, their marks, and problems."""
+    """Converts YAML nodes to plain values, and collects their marks and problems."""
 
     def __init__(self, origin: str, lines: bool):
         self.origin, self.lines = origin, lines
@@ -154,7 +166,7 @@ class _NodeReader:
         self.nodes = 0
 
     def read(self, node: yaml.Node, key: str, ancestors: tuple[int, ...] = ()) -> Any:
-        """The value of the node at the dotted `key`, inside its `ancestors`."""
+        """The value of the node at the dotted `key`. `ancestors` are the ids of the nodes around it."""
         self.nodes += 1
         if id(node) in ancestors or self.nodes > MOST_NODES:
             raise BadInput("YAML aliases that expand without end", where=self._location(node))
@@ -197,11 +209,11 @@ def _dotted(key: str, name: str) -> str:
 
 
 def words_layer(words: Iterable[str], origin: str = COMMAND_LINE) -> SettingsLayer:
-    """Reads `a.b=value` words as one layer. A value is a scalar or a flow collection, `[1, 2]`; the last of two words wins,
-    unless the key `Repeats`.
+    """Reads `a.b=value` words as one layer. A value is a scalar or a flow collection, `[1, 2]`. A later word replaces an earlier word
+    with the same key, unless the key `Repeats`.
 
     Raises:
-        SettingsError: every word that is not `key=value`.
+        SettingsError: some words are not `key=value`. It reports all of them.
     """
     values: dict[str, Any] = {}
     marks: dict[str, Mark] = {}
@@ -225,7 +237,7 @@ def words_layer(words: Iterable[str], origin: str = COMMAND_LINE) -> SettingsLay
         else:
             marks |= its_marks
             words_by_key.setdefault(key, []).append((value, its_marks))
-            # A copy: a later word may change the tree, and a key that `Repeats` reads each word as it was.
+            # The value is copied, because a later word may change the tree, and a key that `Repeats` needs each word unchanged.
             _put(values, key.split("."), deepcopy(value))
     if problems:
         raise SettingsError(problems)
@@ -237,7 +249,8 @@ def _location(origin: str) -> str:
 
 
 def _join_spaced_words(words: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """The words without those of `steps = 5`, `steps= 5` and `steps =5`, and (key, value) of these."""
+    """Finds settings with blanks around `=`: `steps = 5`, `steps= 5` and `steps =5`. Returns the other words, and the (key, value) of
+    each such setting."""
     good: list[str] = []
     apart: list[tuple[str, str]] = []
     at = 0
@@ -272,7 +285,7 @@ def _misspelt(word: str, key: str, equals: str, text: str, origin: str) -> UserE
 
 
 def _value(key: str, text: str, origin: str) -> tuple[Any, dict[str, Mark]]:
-    """A word's value: YAML if it begins like a collection or a quotation, otherwise one plain scalar."""
+    """The value of a word, and its marks. The text is YAML if it begins with a bracket or quote, and otherwise one plain scalar."""
     if text[0] not in "[{\"'":
         return scalar(text), {key: Mark(text)}
     reader = _NodeReader(f"`{key}` {_location(origin)}", lines=False)
@@ -284,7 +297,7 @@ def _value(key: str, text: str, origin: str) -> tuple[Any, dict[str, Mark]]:
 
 
 def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:
-    """Sets one value; a choice's name and its settings may come in either order."""
+    """Sets one value in a tree, in place. The name of a choice and its settings may come in either order."""
     *groups, leaf = path
     for group in groups:
         inner = tree.setdefault(group, {})
