@@ -1,1 +1,1 @@
-"""Evaluation: perplexity, multiple choice, generation with exact match, and IFEval's checks, on files that the user brings."""
+"""Evaluation on files of the user: perplexity, multiple choice, generation with exact match, IFEval, sentence vectors and images."""

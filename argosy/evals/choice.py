@@ -1,8 +1,10 @@
-"""Multiple choice by log-likelihood, and the last word of LAMBADA.
+"""Evaluates multiple choice by log-likelihood, and the last word of LAMBADA.
 
-acc: the right choice has the highest log-likelihood. acc_norm: per byte of the choice, which does not favor short ones. The bytes are
-those of the choice without the blank before it; lm-evaluation-harness counts characters there, which differs for text beyond ASCII
-only, and calls the bytes `acc_bytes`. The first of equal ones counts, as there.
+    acc        whether the right choice has the highest log-likelihood
+    acc_norm   whether it has the highest log-likelihood per byte, which does not favor short choices
+
+The blank before a choice is not counted. lm-evaluation-harness counts characters for `acc_norm`, which differs only for text beyond
+ASCII; its `acc_bytes` counts bytes. Of equal choices the first is taken, as there.
 """
 
 from collections.abc import Callable
@@ -21,7 +23,7 @@ Make = Callable[[Any, int, str, str], Pair]
 
 
 def evaluate_multiple_choice(lm: Any, planned: PlannedTask, settings: EvalSettings, tick: Tick) -> Found:
-    """The accuracy of each row, and how many sequences were cut to the context."""
+    """Evaluates multiple choice. Returns the accuracies of each row, and the number of sequences that were cut to the context."""
     task, before = planned.task, examples(planned, settings.seed)
     make: Make = chat_pair if settings.chat else pair
     pairs: list[Pair] = []
@@ -46,7 +48,8 @@ def evaluate_multiple_choice(lm: Any, planned: PlannedTask, settings: EvalSettin
 
 
 def evaluate_continuation(lm: Any, planned: PlannedTask, settings: EvalSettings, tick: Tick) -> Found:
-    """Whether each token of each continuation is the likeliest, its loss in nats, and how many sequences were cut."""
+    """Evaluates continuations. Returns for each row whether all tokens of the continuation are the most likely ones (`acc`) and its
+    loss in nats, and the number of sequences that were cut to the context."""
     task, before = planned.task, examples(planned, settings.seed)
     make: Make = chat_pair if settings.chat else pair
     pairs = [

@@ -1,8 +1,8 @@
-"""The loss of the answers that a file has, in nats a token: what training on it minimizes.
+"""Measures the loss of the answers in a file, in nats per token, which training on this file minimizes.
 
-Records become tokens as in fine-tuning (`data.chat.conversations`): messages by the model's chat template, a prompt and its completion
-as their text, an Alpaca record by the template or as Stanford's text. The tokens that count are those that training learns: an
-assistant's words with the token that ends its turn, or a completion with the end of sequence.
+Records become tokens as in fine-tuning (`data.chat.conversations`): messages with the model's chat template, a prompt and its
+completion as plain text, and an Alpaca record with the template or as Stanford's text. The tokens that count are those that training
+learns: the words of an assistant with the token that ends the turn, or a completion with the end-of-sequence token.
 """
 
 from typing import Any
@@ -21,22 +21,23 @@ from argosy.infer.forward.sequences import length_batches
 
 
 def measure_completion_loss(lm: Any, planned: PlannedTask, settings: EvalSettings, tick: Tick) -> tuple[list[RowScores], int]:
-    """The loss of each record's answers, weighted by their tokens, and how many records lost tokens from the left.
+    """Returns the loss of the answers of each record, whose weight is the number of their tokens, and the number of records that lost
+    tokens at their beginning.
 
     Raises:
-        BadInput: a record has no answer, or needs a chat template that the model does not have; it is named.
+        BadInput: a record has no answer, or needs a chat template that the model does not have. The message names the record.
     """
     encoder = ConversationEncoder(Encoding(lm.tokenizer))
     try:
         encoded = list(encoder.encode([Document(record=record) for record in planned.records]))
     except BadInput as error:
         if error.hint == TEMPLATE_HINT:
-            # data.template is a setting of training.
+            # The hint is replaced, because data.template is a setting of training.
             error.hint = "put the chat_template.jinja that it was trained with into the model's folder"
         raise
     finally:
         encoder.close()
-    # Nothing follows the last token, so a sequence may have one more than the context.
+    # The last token is only a target, so a sequence may have one token more than the context.
     most, rows = lm.config.context + 1, list[np.ndarray]()
     learned: list[np.ndarray] = []
     for record, sequence in zip(planned.records, encoded, strict=True):

@@ -1,7 +1,7 @@
-"""Answers that are generated: greedy, by the engine, many at a time; then judged.
+"""Generates answers greedily with the inference engine, many at a time, and judges them.
 
-A prompt keeps its last tokens if it does not leave room for the answer in the context: `max_tokens`, or half of the context if that is
-less. Through a chat template no stop string ends an answer, since chat models end their turn themselves, and an answer may have at
+The context must have room for an answer of `max_tokens`, or of half of the context if that is less. A longer prompt is cut to its last
+tokens. With a chat template, no stop string ends an answer, because chat models end their turn themselves, and an answer may have at
 least `CHAT` tokens.
 """
 
@@ -19,7 +19,7 @@ CHAT = 256
 
 
 def evaluate_generation(lm: Any, planned: PlannedTask, settings: EvalSettings, tick: Tick) -> tuple[list[RowScores], int]:
-    """Whether the answer to each row is right, and how many prompts were cut."""
+    """Returns for each row whether the generated answer is right, and the number of prompts that were cut."""
     texts, cut = generate_completions(lm, planned, settings, tick)
     row_scores = []
     for number, (row, text) in enumerate(zip(planned.rows, texts, strict=True)):
@@ -31,14 +31,14 @@ def evaluate_generation(lm: Any, planned: PlannedTask, settings: EvalSettings, t
 
 
 def evaluate_instructions(lm: Any, planned: PlannedTask, settings: EvalSettings, tick: Tick) -> tuple[list[RowScores], int]:
-    """Which of its instructions the answer to each row follows, and how many prompts were cut."""
+    """Returns for each row how many of its instructions the generated answer follows, and the number of prompts that were cut."""
     texts, cut = generate_completions(lm, planned, settings, tick)
     both = zip(planned.rows, texts, strict=True)
     return [ifeval.instruction_accuracies(number, row, text) for number, (row, text) in enumerate(both)], cut
 
 
 def generate_completions(lm: Any, planned: PlannedTask, settings: EvalSettings, tick: Tick) -> tuple[list[str], int]:
-    """The answer to each row, and how many prompts were cut."""
+    """Generates the answer to each row. Returns the answers, and the number of prompts that were cut."""
     task, before = planned.task, examples(planned, settings.seed)
     limit = settings.max_tokens or (max(task.max_tokens, CHAT) if settings.chat else task.max_tokens)
     room = lm.config.context - min(limit, lm.config.context // 2)

@@ -1,11 +1,11 @@
-"""The log-likelihood of continuations.
+"""Computes the log-likelihood of continuations.
 
-A context and its continuation are encoded as one text and divided where the tokens of the context alone end; blanks at the end of the
-context belong to the continuation, since tokenizers of this kind put the blank in front of a word into its token. Sequences beyond the
-context window lose tokens from the left. Both as EleutherAI's lm-evaluation-harness does.
+A context and its continuation are encoded as one text, and divided after as many tokens as the context alone has. Blanks at the end of
+the context belong to the continuation, because the token of a word includes the blank before it. Sequences that are longer than the
+context window lose tokens at their beginning. Both are as in EleutherAI's lm-evaluation-harness.
 
-Each sequence is computed whole, so a context is computed once for each of its choices: 4 times for ARC. Where all choices of a task are
-single tokens (MMLU), those of a question are read from one forward pass.
+Each sequence is computed as a whole, so a context is computed once for each of its choices: 4 times for ARC. If all choices of a task
+are single tokens (MMLU), one forward pass gives those of a question.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +20,9 @@ from argosy.infer.forward.sequences import length_batches
 
 @dataclass(frozen=True)
 class Pair:
-    """Token ids of a context and of what follows it.
+    """The token ids of a context and of its continuation.
 
-    row: whose they are.
+    row: the index of the row that they belong to.
     """
 
     row: int
@@ -31,29 +31,36 @@ class Pair:
 
 
 class Likelihood(NamedTuple):
-    """The log-probability of a continuation, natural, and whether each of its tokens is the likeliest."""
+    """The score of a continuation.
+
+    logprob: the natural logarithm of its probability.
+    greedy: whether each of its tokens is the most likely one. Always False for choices of a single token, where nothing reads it.
+    """
 
     logprob: float
     greedy: bool
 
 
 class PairScores(NamedTuple):
-    """The scores of pairs, and how many pairs lost tokens from the left."""
+    """The score of each pair, and the number of pairs that lost tokens at their beginning."""
 
     likelihoods: list[Likelihood]
     truncated: int
 
 
-# Called with the number of rows that are done; raises to end the evaluation.
+# Called with the number of rows that are done. It may raise an exception to end the evaluation.
 Tick = Callable[[int], None]
 
 
 def pair(lm: Any, row: int, context: str, continuation: str) -> Pair:
-    """Token ids of a context and its continuation. An empty context is the beginning-of-sequence token, or the end-of-sequence token
-    of a model that has none.
+    """Encodes a context and its continuation. An empty context becomes the beginning-of-sequence token, or the end-of-sequence token if
+    the tokenizer has no other.
+
+    Args:
+        row: the index of the row.
 
     Raises:
-        BadInput: the continuation has no token of its own.
+        BadInput: the continuation adds no token, or the context is empty and the tokenizer has neither of these tokens.
     """
     prefix = context.rstrip()
     continuation = context[len(prefix) :] + continuation
@@ -70,7 +77,7 @@ def pair(lm: Any, row: int, context: str, continuation: str) -> Pair:
 
 
 def chat_pair(lm: Any, row: int, message: str, reply: str) -> Pair:
-    """Token ids of a user's message, rendered with the model's chat template, and of the reply."""
+    """Encodes a user's message, rendered with the model's chat template, and the reply."""
     return Pair(row, lm.chat_prompt([{"role": "user", "content": message}]), lm.tokenizer.encode(reply.lstrip()))
 
 
@@ -78,9 +85,10 @@ def likelihoods(lm: Any, pairs: Sequence[Pair], batch: int, tick: Tick = lambda 
     """Scores each pair.
 
     Args:
-        batch: tokens of one forward pass, padding included.
+        batch: the number of tokens in a forward pass, padding included.
+        tick: called with the number of rows of which all pairs are scored.
     """
-    # Nothing follows the last token, so a sequence may have one more than the context.
+    # The last token is only a target, so a sequence may have one token more than the context.
     most = lm.config.context + 1
     rows = [(pair.context + pair.continuation)[-most:] for pair in pairs]
     pair_scores: dict[int, Likelihood] = {}
@@ -92,7 +100,7 @@ def likelihoods(lm: Any, pairs: Sequence[Pair], batch: int, tick: Tick = lambda 
         firsts = [rows[places[0]][:-1] for places in group]
         logprobs = sequences.followers(firsts, [[pairs[i].continuation[0] for i in places] for places in group])
         for places, each in zip(group, logprobs, strict=True):
-            # Which token of the whole vocabulary is the likeliest is not asked of choices.
+            # For choices, nothing reads whether the token is the most likely one of the whole vocabulary.
             pair_scores |= {i: Likelihood(float(logprob), False) for i, logprob in zip(places, each)}
             counter.done(places)
     rest = [i for i in range(len(pairs)) if i not in pair_scores]
@@ -108,7 +116,7 @@ def likelihoods(lm: Any, pairs: Sequence[Pair], batch: int, tick: Tick = lambda 
 
 
 def _questions(pairs: Sequence[Pair]) -> list[list[int]]:
-    """The places of the pairs of each context that has several."""
+    """The indices of the pairs with the same context, for each context that has several pairs."""
     groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for i, pair in enumerate(pairs):
         groups.setdefault((pair.row, tuple(pair.context)), []).append(i)

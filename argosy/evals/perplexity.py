@@ -1,14 +1,14 @@
-"""The loss of text, in nats a token.
+"""Measures the loss of text, in nats per token.
 
-A text is read in windows of `window` tokens, each `stride` after the one before. Only the last `stride` tokens of every window but the
-first count, so each token of the text counts once, and sees at least window - stride tokens before it. With stride = window (the
-default) windows share nothing but the token before their first, from which that one is predicted.
+A text is read in windows of `window` tokens. Each begins `stride` tokens after the one before. In the first window all tokens count,
+and in every other window only the last `stride`. So each token of the text counts once, and has at least window - stride tokens before
+it. With stride = window (the default), two windows share only the token from which the first token of the later window is predicted.
 
-The first token is predicted from the beginning-of-sequence token where the tokenizer adds one; otherwise it is not scored, because
-nothing is before it. Windows after the first have no beginning-of-sequence token in front.
+The first token of a text is predicted from the beginning-of-sequence token if the tokenizer adds one. Otherwise it is not scored,
+because nothing is before it. Later windows do not begin with a beginning-of-sequence token.
 
-The standard error takes windows as independent, or documents where the file has several, since tokens of one window are not. A text of
-fewer than `FEWEST` windows is divided into stretches of `STRETCH` tokens for it.
+For the standard error, windows count as independent, or documents if the file has several, because the tokens of one window are not
+independent. A text of fewer than `FEWEST` windows is divided into stretches of `STRETCH` tokens for this purpose.
 """
 
 import math
@@ -30,7 +30,8 @@ FEWEST, STRETCH = 8, 128
 
 
 class TextWindow(NamedTuple):
-    """The tokens [start, end) of a text, of which those from `counts` on are scored, each from those before it in the window."""
+    """A window: the tokens of a text from index `start` to `end`. Those from index `counts` on are scored, each predicted from the
+    tokens before it in the window."""
 
     start: int
     counts: int
@@ -38,7 +39,7 @@ class TextWindow(NamedTuple):
 
 
 def text_windows(length: int, window: int, stride: int) -> Iterator[TextWindow]:
-    """The windows of a text of so many tokens. One has `window` tokens to predict from, so it spans up to one more."""
+    """Yields the windows of a text of `length` tokens. A window has up to `window` inputs, and so one token more."""
     end = min(length, window + 1)
     if end > 1:
         yield TextWindow(0, 1, end)
@@ -48,7 +49,13 @@ def text_windows(length: int, window: int, stride: int) -> Iterator[TextWindow]:
 
 
 def window_losses(lm: Any, texts: Sequence[Sequence[int]], window: int, stride: int, batch: int, tick: Tick) -> list[list[np.ndarray]]:
-    """The loss of each token, in nats, of each window of each text."""
+    """The losses in nats of the scored tokens, as an array for each window of each text.
+
+    Args:
+        texts: the token ids of the texts.
+        batch: the number of tokens in a forward pass.
+        tick: called with the number of windows that are done.
+    """
     every = [(i, span) for i, ids in enumerate(texts) for span in text_windows(len(ids), window, stride)]
     losses: dict[int, np.ndarray] = {}
     sequences = lm.sequences()
@@ -65,7 +72,7 @@ def window_losses(lm: Any, texts: Sequence[Sequence[int]], window: int, stride: 
 
 
 def measure_perplexity(lm: Any, planned: PlannedTask, settings: EvalSettings, tick: Tick) -> tuple[list[RowScores], int]:
-    """Loss and bits per byte of each row of the standard error, and no cut sequences.
+    """Returns the loss and the bits per byte of each document, window or stretch, and 0, because no sequence is cut.
 
     Raises:
         BadInput: the window is longer than the model's context, the stride longer than the window, or there is nothing to score.
@@ -97,7 +104,8 @@ def measure_perplexity(lm: Any, planned: PlannedTask, settings: EvalSettings, ti
 
 
 def _encoded(lm: Any, text: str) -> tuple[list[int], list[int]]:
-    """The token ids of a text, and the bytes of it that each stands for: up to where the next begins, so they add up."""
+    """The token ids of a text, and the number of bytes that each stands for. The bytes of a token reach to the beginning of the next,
+    so that they add up to the text."""
     ids, spans = lm.tokenizer.encode_with_offsets(text)
     ends = [begin for begin, _ in spans[1:]] + [len(text)]
     sizes, at = [], 0
@@ -108,12 +116,22 @@ def _encoded(lm: Any, text: str) -> tuple[list[int], list[int]]:
 
 
 def kind_of_rows(lengths: Sequence[int], documents: int) -> str:
-    """What the rows of the standard error are, given the scored tokens of the windows of the first document."""
+    """A phrase for the units that count as independent: documents, stretches or windows.
+
+    Args:
+        lengths: the number of scored tokens in each window of the first document.
+        documents: the number of documents.
+    """
     return "documents" if documents > 1 else f"stretches of {STRETCH} tokens" if len(lengths) < FEWEST else "windows"
 
 
 def _units(lengths: Sequence[int], whole: bool) -> list[tuple[int, int]]:
-    """The rows of the standard error, as places among the scored tokens of a text."""
+    """The (begin, end) of each unit that counts as independent, as indices among the scored tokens of a text.
+
+    Args:
+        lengths: the number of scored tokens in each window.
+        whole: whether the whole text is one unit.
+    """
     total = sum(lengths)
     if whole:
         return [(0, total)]

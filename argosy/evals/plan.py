@@ -1,4 +1,4 @@
-"""The plan of an evaluation: the tasks that the settings name, each with its file and its rows, read and checked."""
+"""Plans an evaluation: finds the tasks that the settings name, and reads and checks the file and the rows of each."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -30,14 +30,18 @@ WHERE = "files of JSON lines named by task, such as arc_easy.jsonl; the guide to
 
 @dataclass(frozen=True)
 class PlannedTask:
-    """A task with its rows; a text for perplexity has none.
+    """A task with its rows.
 
-    path: their file.
-    total: rows of the file.
-    pool: rows that examples are drawn from.
-    limit: windows of a text.
-    records: of rows that training learns answers from, and the format that they have.
-    corpus: the documents that queries search.
+    task: the task.
+    path: the file of the rows, or the folder of a retrieval set.
+    rows: the rows to evaluate; empty for a text for perplexity.
+    total: the number of rows in the file.
+    pool: the rows from which few-shot examples are drawn.
+    shots: the number of examples before each question.
+    limit: the largest number of windows of a text; None: all.
+    records: the records of the rows, for the loss of answers.
+    format: the format of these records; empty for other tasks.
+    corpus: the documents of a retrieval set.
     """
 
     task: Task
@@ -52,13 +56,13 @@ class PlannedTask:
     corpus: RetrievalCorpus = field(default_factory=RetrievalCorpus)
 
     def __str__(self) -> str:
-        """`arc_easy (the first 100 of 600 rows, 5 shots)`."""
+        """The task as a phrase, such as `arc_easy (the first 100 of 600 rows, 5 shots)`."""
         if self.task.kind == "perplexity" and not self.rows:
             some = f", the first {plural(self.limit, 'window')}" if self.limit else ""
             return f"{self.task.name} of {self.path}{some}"
         many = f"{self.total:,} {'query' if self.total == 1 else 'queries'}" if self.corpus.ids else plural(self.total, "row")
         some = many if len(self.rows) == self.total else f"the first {len(self.rows)} of {many}"
-        # Which of the columns of a file are read is not seen from its name.
+        # The phrase tells which columns are read, because the name of the file does not.
         details = f", answers of `{self.format}` records" if self.format else ", `text`" if self.task.kind == "perplexity" else ""
         details += f", {plural(len(self.corpus.ids), 'document')}" if self.corpus.ids else ""
         shots = f", {plural(self.shots, 'shot')}" if self.shots else ""
@@ -66,10 +70,11 @@ class PlannedTask:
 
 
 def plan(settings: EvalSettings) -> list[PlannedTask]:
-    """The tasks that the settings name, with their rows, read and checked.
+    """Finds the tasks that the settings name, and reads and checks their rows.
 
     Raises:
-        UnknownName: no such task. BadInput: there is no file for one, or rows are not what the task needs.
+        UnknownName: there is no such task.
+        BadInput: there is no file for a task, or its rows are not what the task needs.
     """
     if settings.data is None and settings.text is not None and names(settings.tasks or PERPLEXITY) == [TASKS[PERPLEXITY]]:
         return [_of_folder(TASKS[PERPLEXITY], Path(), settings)]
@@ -88,10 +93,11 @@ def plan(settings: EvalSettings) -> list[PlannedTask]:
 
 
 def names(tasks: str | None) -> list[Task]:
-    """The tasks of a list of names, separated by commas.
+    """The tasks in a list of names that are separated by commas. A beginning such as `bbh` stands for all tasks that start with `bbh_`.
 
     Raises:
-        UnknownName: a name is neither a task nor the beginning of some. BadInput: there is none.
+        UnknownName: a name is neither a task nor such a beginning.
+        BadInput: there are no names.
     """
     requested = [name for name in (part.strip() for part in (tasks or "").split(",")) if name]
     raise_mistakes([_unknown_task(name) for name in requested if not _match_tasks(name)])
@@ -172,10 +178,11 @@ def _of_corpus(task: Task, folder: Path, settings: EvalSettings) -> PlannedTask:
 
 
 def find_task_file(task: Task, folder: Path) -> Path:
-    """The file of a task in a folder or a folder inside it: its name, maybe with a number of rows, `arc_easy_600.jsonl`.
+    """Finds the file of a task in a folder or its direct subfolders. The name of the file is that of the task, optionally with a number
+    of rows: `arc_easy_600.jsonl`.
 
     Raises:
-        BadInput: there is none, or several.
+        BadInput: there is no such file, or there are several.
     """
     paths = list(_files(task.name, folder))
     if not paths:
@@ -196,10 +203,10 @@ def _files(stem: str, folder: Path) -> Iterator[Path]:
 
 
 def _plan_task(task: Task, path: Path, rows: list[Fields], settings: EvalSettings) -> PlannedTask:
-    """The task with these rows.
+    """Checks rows and settings for a task, and returns the planned task.
 
     Raises:
-        BadInput: a row is not what the task needs, a setting means nothing for it, or there are too few examples.
+        BadInput: a row is not what the task needs, a setting does not apply to the task, or all pairs have the same score or label.
     """
     check_task_rows(path, rows, task.layout, task.name, task.fields)
     if task.kind == "ifeval":
@@ -227,7 +234,11 @@ def _check_settings(task: Task, settings: EvalSettings) -> None:
 
 
 def _check_vectors(task: Task, settings: EvalSettings) -> None:
-    """Raises: BadInput: a setting means nothing for vectors."""
+    """Checks that all settings apply to tasks of vectors.
+
+    Raises:
+        BadInput: a setting does not apply.
+    """
     for name in ("chat", "shots", "window", "stride", "max_tokens"):
         if value := getattr(settings, name):
             raise BadInput(f"{name}={value}: {task.name} compares vectors", hint=f"leave {name} out")
@@ -249,7 +260,8 @@ def _check_answers(task: Task, settings: EvalSettings) -> None:
 
 
 def _pool(task: Task, path: Path, rows: list[Fields]) -> list[Fields]:
-    """The rows that examples are drawn from: those of the task's own file for it, if that lies beside."""
+    """The rows from which few-shot examples are drawn: those of the task's file of examples, if it is in the same folder, else
+    `rows`."""
     example_files = [p for p in _files(task.examples, path.parent) if p.parent == path.parent] if task.examples else []
     if not example_files:
         return rows

@@ -1,4 +1,4 @@
-"""Prompts of tasks: a row as text, after its examples."""
+"""Makes the prompts of tasks: the examples, and then a row as text."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ BETWEEN = "\n\n"
 
 
 def question(task: Task, row: Mapping[str, Any]) -> str:
-    """The prompt of a row without examples. Blanks at the end of a field are dropped: they would be tokens of their own."""
+    """The prompt of a row without examples. Blanks at the end of a field are dropped, because they would become separate tokens."""
     text = task.prompt.format(**{name: value.rstrip() if isinstance(value, str) else value for name, value in row.items()})
     if task.layout != "letters":
         return text
@@ -24,19 +24,19 @@ def question(task: Task, row: Mapping[str, Any]) -> str:
 
 
 def choices(task: Task, row: Mapping[str, Any]) -> list[str]:
-    """The continuations that may follow the question, each as it is scored: after a blank."""
+    """The continuations to score for a question of multiple choice, each with a blank before it."""
     if task.layout == "letters":
         return [f" {letter}" for letter in LETTERS[: len(row["choices"])]]
     return [after_blank(choice) for choice in row["choices"]]
 
 
 def after_blank(text: str) -> str:
-    """A text behind one space, as it continues a prompt."""
+    """A text with one space before it and none after it, as a continuation of a prompt."""
     return f" {text.strip()}"
 
 
 def few_shot_example(task: Task, row: Mapping[str, Any]) -> str:
-    """A row with its right answer."""
+    """A row as text, with its right answer."""
     if task.layout == "options":
         return row["context_options"][row["gold"]].rstrip() + after_blank(row["continuation"])
     if task.kind == "choice":
@@ -45,13 +45,13 @@ def few_shot_example(task: Task, row: Mapping[str, Any]) -> str:
 
 
 def examples(planned: PlannedTask, seed: int) -> Callable[[int], str]:
-    """The text before the question of each row: the task's introduction and the examples.
+    """Returns a function: index of a row -> the text before its question, which is the introduction of the task and the examples.
 
-    All rows get the same examples, drawn once, so the engine computes them once; where the asked row is one of them, or reads the same,
-    the next one drawn takes its place.
+    Examples are drawn once, and all rows get the same ones, so that the engine computes them once. If the row is one of the examples,
+    or has the same question, the next drawn example replaces it.
 
     Raises:
-        BadInput: there are fewer rows to draw from than examples.
+        BadInput: (by the function) there are fewer rows to draw from than examples.
     """
     task, shots = planned.task, planned.shots
     candidates: dict[Any, list[tuple[Any, Fields]]] = {}
@@ -75,5 +75,5 @@ def examples(planned: PlannedTask, seed: int) -> Callable[[int], str]:
 
 
 def _identity(task: Task, row: Mapping[str, Any]) -> Any:
-    """What two rows share that ask the same: a row is no example for those of its own identity."""
+    """A value that is equal for rows with the same question. A row is no example for a row with the same identity."""
     return tuple(row["context_options"]) if task.layout == "options" else question(task, row)

@@ -1,7 +1,7 @@
-"""Task files: JSON lines in one of a few layouts, read and checked before any work begins.
+"""Reads and checks task files: JSON lines in one of a few layouts.
 
-A file may be compressed (`.gz`). Every row must have the fields of the layout; a row that lacks one is an error with its line, because
-a score over the remaining rows would be that of another task.
+A file may be compressed (`.gz`). Every row must have the fields of the layout. If a row lacks one, this is an error with its line,
+because a score over the remaining rows would be that of another task.
 """
 
 import gzip
@@ -21,7 +21,7 @@ from argosy.data.sources.records import FORMATS, RecordReader
 
 Fields = dict[str, Any]
 
-# Layout -> its fields and what each holds. The first layout whose fields a row has is that of the file.
+# Layout -> its fields and the kind of each. A file has the first of these layouts whose fields its first row has.
 LAYOUTS: dict[str, dict[str, str]] = {
     "instructions": {"prompt": "text", "instruction_id_list": "texts", "kwargs": "objects"},
     "options": {"context_options": "choices", "continuation": "text", "gold": "place"},
@@ -35,7 +35,7 @@ LAYOUTS: dict[str, dict[str, str]] = {
     "labeled-pairs": {"sentence1": "sentence", "sentence2": "sentence", "label": "class"},
     "text": {"text": "text"},
 }
-# Formats of training data whose records have one answer.
+# The formats of training data whose records have one answer, so that its loss can be evaluated.
 ANSWERED = ("completion", "messages", "alpaca", "sharegpt")
 HOLDS = {
     "text": "text",
@@ -50,15 +50,15 @@ HOLDS = {
 
 
 def is_rows(path: Path) -> bool:
-    """Whether a file holds JSON lines, by its name."""
+    """Whether the name of a file says that it holds JSON lines."""
     return path.name.removesuffix(".gz").endswith((".jsonl", ".ndjson"))
 
 
 def read_task_text(path: Path) -> str:
-    """The text of a file, which may be compressed.
+    """Reads the text of a file, which may be compressed by gzip.
 
     Raises:
-        BadInput: it cannot be read, holds no text but something else, or is not UTF-8.
+        BadInput: the file cannot be read, holds something else than text, or is not UTF-8.
     """
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -73,10 +73,10 @@ def read_task_text(path: Path) -> str:
 
 
 def read_rows(path: Path) -> list[Fields]:
-    """The rows of a file of JSON lines; blank lines are none.
+    """Reads the rows of a file of JSON lines. Blank lines are ignored.
 
     Raises:
-        BadInput: it cannot be read, a line is not a JSON object, or there is no row.
+        BadInput: the file cannot be read, a line is not a JSON object, or there are no rows.
     """
     rows = []
     for number, line in enumerate(read_task_text(path).split("\n"), 1):
@@ -98,7 +98,7 @@ def layout_of(path: Path, row: Mapping[str, Any]) -> str:
     """The layout of a file, from its first row.
 
     Raises:
-        BadInput: it has none of them.
+        BadInput: the row fits no layout.
     """
     for name, fields in LAYOUTS.items():
         if all(field in row for field in fields):
@@ -107,7 +107,7 @@ def layout_of(path: Path, row: Mapping[str, Any]) -> str:
 
 
 def no_layout(path: Path, row: Mapping[str, Any]) -> BadInput:
-    """The error for a file whose first row is nothing that can be evaluated."""
+    """The error for a file whose first row fits no layout."""
     layouts = "; ".join(", ".join(fields) for fields in [*LAYOUTS.values(), *(FORMATS[name][0] for name in ANSWERED)])
     return BadInput(
         f"{path} has rows of no known layout", where=f"fields: {', '.join(map(str, row))}", hint=f"layouts are {layouts}"
@@ -115,11 +115,11 @@ def no_layout(path: Path, row: Mapping[str, Any]) -> BadInput:
 
 
 def answered_format(path: Path, row: Mapping[str, Any]) -> str | None:
-    """The format of a file whose answers training would learn (`data.sources.records`), from its first row; None if it has no such
+    """The format of training records with answers (`data.sources.records`) that the first row of a file has; None: it has no such
     format.
 
     Raises:
-        BadInput: training reads it, and it has no loss of answers; or it could be of several formats.
+        BadInput: the row fits several formats, or one in which records have not exactly one answer.
     """
     has = {name: value for name, value in row.items() if value is not None}
     fits = [name for name in RecordReader().fitting(has) if name != "text"]
@@ -137,23 +137,24 @@ def answered_format(path: Path, row: Mapping[str, Any]) -> str | None:
 
 
 def read_records(path: Path, rows: Sequence[Fields], format: str) -> list[SourceRecord]:
-    """The records of rows.
+    """Converts rows to records of this format.
 
     Raises:
-        BadInput: one is not of the format; it is named.
+        BadInput: a row is not of the format. The message names the row.
     """
     reader = RecordReader(format)
     return [reader.record(row, f"{path}, row {i} of {len(rows)}") for i, row in enumerate(rows, 1)]
 
 
 def check_task_rows(path: Path, rows: list[Fields], layout: str, task: str, more: Iterable[str] = ()) -> None:
-    """Checks every row against a layout.
+    """Checks that every row has the fields of a layout.
 
     Args:
-        more: further fields of text.
+        task: the name of the task, for errors.
+        more: the names of further fields that must be texts.
 
     Raises:
-        BadInput: a field is missing or holds something else; the first such row is named.
+        BadInput: a field is missing or of another kind. The message names the first such row.
     """
     fields = LAYOUTS[layout] | dict.fromkeys((field for field in more if field not in LAYOUTS[layout]), "text")
     for number, row in enumerate(rows):

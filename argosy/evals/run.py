@@ -26,12 +26,12 @@ MEASURES: dict[str, Callable[..., tuple[list[RowScores], int]]] = {
     "pairs": measures.evaluate_text_pairs,
     "retrieval": measures.evaluate_retrieval,
 }
-# Figures of all rows together, where they are no means over rows.
+# The functions that compute the metrics of a task from all rows together, for tasks whose metrics are no means over rows.
 FIGURES: dict[str, Callable[[Sequence[RowScores]], dict[str, MeanWithError]]] = {
     "similarity": measures.correlations,
     "pairs": measures.separations,
 }
-# Called with a task, the number of its rows that are done, and of how many (0: not known).
+# Called with a task, the number of its rows that are done, and the number of all its rows (0: unknown).
 Progress = Callable[[PlannedTask, int, int], None]
 
 
@@ -41,9 +41,13 @@ class EvaluationStopped(Exception):
 
 @dataclass(frozen=True)
 class TaskResult:
-    """The rows of one task.
+    """The result of one task.
 
-    truncated: sequences that lost tokens from the left, to fit the context.
+    planned: the task.
+    rows: the scores of each row.
+    truncated: the number of sequences that lost tokens at their beginning to fit into the context.
+    seconds: the time of the evaluation.
+    numbers: the metrics by name.
     """
 
     planned: PlannedTask
@@ -53,7 +57,7 @@ class TaskResult:
     numbers: Mapping[str, MeanWithError] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
-        """The result as JSON. `stderr` is that of the first metric; of others it is `NAME_stderr`."""
+        """The result as a JSON object. `stderr` is the standard error of the first metric. Those of others are `NAME_stderr`."""
         out: dict[str, Any] = {}
         for name, mean in self.numbers.items():
             out |= {name: mean.value, ("stderr" if not out else f"{name}_stderr"): mean.stderr}
@@ -72,10 +76,11 @@ def evaluate_tasks(
     progress: Progress = lambda planned, done, of: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[TaskResult]:
-    """The result of each task, in turn.
+    """Evaluates the planned tasks, and yields the result of each.
 
     Args:
-        stopped: asked after each batch or token; when true, the task that runs is given up.
+        progress: called after each batch or token.
+        stopped: called after each batch or token. If it returns True, the current task is aborted.
 
     Raises:
         EvaluationStopped: `stopped` returned True.
@@ -99,8 +104,8 @@ def check_evaluable(lm: Any, settings: EvalSettings, plan: Sequence[PlannedTask]
     """Checks that a model can be evaluated on these tasks.
 
     Raises:
-        BadInput: it predicts no tokens, or makes no vectors of texts, and a task needs that; it has no tokenizer, or has no chat
-            template and chat=true.
+        BadInput: a task needs a model that predicts tokens, or that makes vectors of texts, and this model does not; the model has no
+            tokenizer; or chat=true, and it has no chat template.
     """
     for planned in plan:
         if planned.task.kind in OF_VECTORS:
@@ -114,7 +119,7 @@ def check_evaluable(lm: Any, settings: EvalSettings, plan: Sequence[PlannedTask]
 
 
 def with_perplexity(numbers: Mapping[str, MeanWithError]) -> dict[str, MeanWithError]:
-    """Adds exp(loss) behind the loss; its standard error is that of the loss times itself (first order)."""
+    """Adds the perplexity, exp(loss), after the loss. Its standard error is that of the loss times the perplexity (to first order)."""
     from math import exp, inf
 
     out: dict[str, MeanWithError] = {}

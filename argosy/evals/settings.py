@@ -1,4 +1,4 @@
-"""Settings of `argosy eval`. No jax here: mistakes are answered before it is imported."""
+"""Settings of `argosy eval`. This module does not import jax, so that mistakes are reported before the slow import."""
 
 from typing import ClassVar
 

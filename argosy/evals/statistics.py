@@ -1,8 +1,8 @@
-"""Means over rows, their standard errors, and paired differences.
+"""Computes means over rows, their standard errors, and paired differences.
 
 Every metric is a weighted mean over rows, R = sum(w x) / sum(w). Its standard error is that of a ratio of two sums over independent
-rows (linearized): sqrt(n / (n - 1) sum(w^2 (x - R)^2)) / sum(w). With equal weights that is the standard deviation over sqrt(n). A row
-is what is drawn independently: a question, an IFEval prompt with its several instructions, a window of text with its many tokens.
+rows, to first order: sqrt(n / (n - 1) sum(w^2 (x - R)^2)) / sum(w). With equal weights, this is the standard deviation over sqrt(n).
+Rows are the units that are independent: a question, an IFEval prompt with several instructions, or a window of text with many tokens.
 """
 
 import math
@@ -10,16 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-# Standard errors on each side of a 95 % interval, of a normal distribution.
+# A 95 % interval of a normal distribution has this many standard errors on each side of the mean.
 NORMAL_95 = 1.959964
 
 
 @dataclass(frozen=True)
 class RowScores:
-    """The numbers of one row.
+    """The scores of one row.
 
-    weights: of each value in the mean over rows; 1 where absent.
-    answer: what to show with it.
+    number: the index of the row.
+    values: the value of each metric, by name.
+    weights: the weight of each metric in the mean over rows, by name; 1 if it is absent.
+    answer: further information about the row, such as the generated text.
     """
 
     number: int
@@ -39,7 +41,7 @@ class MeanWithError(NamedTuple):
 
 
 def mean(values: Sequence[float], weights: Sequence[float] | None = None) -> MeanWithError:
-    """The weighted mean of independent values; equal weights by default."""
+    """The weighted mean of independent values. If `weights` is None, they are equal."""
     weights = [1.0] * len(values) if weights is None else weights
     total, n = math.fsum(weights), len(values)
     value = math.fsum(w * x for w, x in zip(weights, values, strict=True)) / total
@@ -50,7 +52,7 @@ def mean(values: Sequence[float], weights: Sequence[float] | None = None) -> Mea
 
 
 def means(rows: Sequence[RowScores]) -> dict[str, MeanWithError]:
-    """The result of every metric of these rows."""
+    """The weighted mean of every metric over the rows."""
     names = list(dict.fromkeys(name for row in rows for name in row.values))
     return {name: mean([r.values[name] for r in rows], [r.weight(name) for r in rows]) for name in names}
 
@@ -59,7 +61,10 @@ def paired_difference(rows: Sequence[RowScores], baseline: Sequence[RowScores], 
     """The difference of a metric between two models on the same rows.
 
     Returns:
-        difference: the first minus the second; stderr; interval: of 95 %, by the normal approximation; n: the rows that both have.
+        difference: the mean of `rows` minus that of `baseline`, over the rows that both have.
+        stderr: its standard error.
+        interval: its 95 % interval by the normal approximation, as [low, high].
+        n: the number of rows that both have. If it is 0, the other values are None.
     """
     by_number = {row.number: row for row in baseline if name in row.values}
     both = [(row, by_number[row.number]) for row in rows if name in row.values and row.number in by_number]

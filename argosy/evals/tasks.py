@@ -1,7 +1,7 @@
-"""The tasks: what each asks, and how an answer is judged.
+"""Defines the tasks: their prompts, and how answers are judged.
 
-A task is a line of data here. Prompts of multiple choice, LAMBADA, MMLU, GSM8K and BBH are those of EleutherAI's
-lm-evaluation-harness, so figures can be compared with published ones on the same rows.
+The prompts of multiple choice, LAMBADA, MMLU, GSM8K and BBH are those of EleutherAI's lm-evaluation-harness, so results can be compared
+with published results on the same rows.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Kind = Literal[
     "perplexity", "answers", "choice", "continuation", "generation", "ifeval", "similarity", "pairs", "retrieval"
 ]
 PERPLEXITY, RETRIEVAL = "perplexity", "retrieval"
-# Kinds of tasks for vectors of texts.
+# The kinds of tasks that evaluate vectors of texts.
 OF_VECTORS = ("similarity", "pairs", "retrieval")
 
 
@@ -20,16 +20,21 @@ OF_VECTORS = ("similarity", "pairs", "retrieval")
 class Task:
     """One task.
 
-    layout: of its rows (`rows.LAYOUTS`).
-    prompt: the question, with the row's fields in braces.
-    before: goes before the examples.
-    shots: examples by default.
-    examples: the file they are drawn from, if it is there; otherwise the rows of the task.
-    alike: a field that examples share with the question.
-    answer: the field with the right answer of a generated one.
-    stop, max_tokens: end a generated answer.
-    strict, flexible: regular expressions that find the answer in the text; `last` where the last match counts, not the first.
-        Without `strict`, the whole text is the answer.
+    name: the name of the task.
+    kind: the kind of evaluation.
+    layout: the layout of the rows, a key of `rows.LAYOUTS`.
+    about: a short description.
+    prompt: the question, with names of fields of the row in braces.
+    before: the introduction before the examples, with names of fields in braces.
+    shots: the default number of examples.
+    examples: the name of the file from which examples are drawn, if it exists. Otherwise they are drawn from the rows of the task.
+    alike: the name of a field whose value must be the same in examples and question; empty: there is none.
+    answer: the field with the right answer, for generated answers.
+    stop: the strings that end a generated answer.
+    max_tokens: the largest number of tokens in a generated answer.
+    strict: the regular expression that finds the answer for the strict comparison; empty: the whole text is the answer.
+    flexible: the regular expression that finds the answer for the flexible comparison; empty: the whole text is the answer.
+    last: whether the last match counts, and not the first.
     """
 
     name: str
@@ -50,7 +55,7 @@ class Task:
 
     @property
     def fields(self) -> list[str]:
-        """The fields of a row that prompt and introduction name."""
+        """The names of the fields of a row that the prompt and the introduction use."""
         return [field for part in (self.prompt, self.before) for _, field, _, _ in Formatter().parse(part) if field]
 
 
@@ -150,7 +155,7 @@ _ALL = [
 ]
 TASKS: dict[str, Task] = {task.name: task for task in _ALL}
 
-# The prompts of each layout, if no known task is named.
+# The task for a file of each layout, if the file belongs to no known task.
 PLAIN: dict[str, Task] = {
     "instructions": TASKS["ifeval"],
     "options": _choice("", "", "", "options"),
@@ -164,5 +169,5 @@ PLAIN: dict[str, Task] = {
     "labeled-pairs": TASKS["pairs"],
     "text": TASKS[PERPLEXITY],
 }
-# Tasks over the records that training learns from; their layouts are the formats of `data.sources.records`.
+# The task for files of training records. Their layouts are the formats of `data.sources.records`.
 ANSWERS = Task("", "answers", "", "loss a token of the answers that a file has")

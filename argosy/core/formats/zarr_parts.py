@@ -1,8 +1,8 @@
-"""Reads parts of arrays that `zarr` wrote straight into memory, several files at once. TensorStore copies them twice and takes twice
-as long.
+"""Reads parts of arrays in the layout of `zarr` directly into memory, several files at once. TensorStore copies them twice, and takes
+twice as long.
 
-A file of values is an array, or a shard of it, in C order, so a part whose rows are whole is one read. Other parts are copied
-from the mapped file. Arrays with other metadata than `zarr` writes are left to TensorStore.
+A file of values holds an array, or a shard of it, in C order. So a part of complete rows is read at once. Other parts are copied from
+the mapped file. TensorStore reads arrays with other metadata than `zarr` writes.
 """
 
 import json

@@ -1,1 +1,1 @@
-"""Evaluation of images that a model drew, beside those it was trained on and those that were held out."""
+"""Evaluates images that a model has generated, in comparison with training images and held-out images."""

@@ -1,13 +1,14 @@
-"""CLIP score: whether images show what they were drawn from, by the vectors of CLIP.
+"""Computes the CLIP score: whether images show what their captions say, by the vectors of CLIP.
 
-    clip_score              100 mean max(cos(image, its caption), 0)     torchmetrics' scale; the paper has 2.5 in place of 100
-    clip_score_mismatched   the same images with captions of others: what a model reaches that ignores its prompts
-    clip_score_real         held-out images with their captions
-    clip_accuracy           share of images whose own caption is the nearest of all: zero-shot classification where captions are
-                            classes, else R-precision (Xu et al. 2018, arXiv:1711.10485). `_real`: of held-out images
+    clip_score              100 mean max(cos(image, its caption), 0), with the scale of torchmetrics; the paper has 2.5 instead of 100
+    clip_score_mismatched   the score of the same images with captions of other images, which a model would reach that ignores prompts
+    clip_score_real         the score of held-out images with their captions
+    clip_accuracy           the share of images to which their own caption is nearer than all others: zero-shot classification if
+                            captions are classes, else R-precision (Xu et al. 2018, arXiv:1711.10485)
+    clip_accuracy_real      the same for held-out images
 
-Hessel et al. 2021 (arXiv:2104.08718), equation 1. torchmetrics takes the larger of 0 and the mean, which differs only where cosines
-are below 0. Figures of another CLIP, and of other captions, are other figures.
+See Hessel et al. 2021 (arXiv:2104.08718), equation 1. torchmetrics applies max(..., 0) to the mean, which differs only if cosines are
+below 0. Results with different CLIP models or captions cannot be compared.
 """
 
 from collections.abc import Sequence
@@ -23,10 +24,10 @@ class CaptionJudge:
     """Compares images with captions.
 
     Args:
-        encoder: CLIP: `embed` and `embed_images` (`infer.clip.ImageTextEncoder`).
-        captions: all that images may have; equal ones count once.
+        encoder: a CLIP model with `embed` and `embed_images` (`infer.clip.ImageTextEncoder`).
+        captions: all captions that images may have. Equal captions count once.
 
-    cut: how many of them are longer than what the encoder reads, which is their beginning.
+    cut: the number of captions that are longer than the encoder's context, so that it reads only their beginning.
     """
 
     def __init__(self, encoder: Any, captions: Sequence[str]):
@@ -36,14 +37,15 @@ class CaptionJudge:
         self.cut = encoder.cut(list(self.number))
 
     def cosines(self, images: Float[np.ndarray, "N H W 3"]) -> Float[np.ndarray, "N C"]:
-        """The cosine of each image, in 0..1, with each different caption."""
+        """The cosine of each image with each of the C distinct captions. Pixels are from 0 to 1."""
         return self.encoder.embed_images(list(images), normalize=True) @ self.vectors.T
 
     def figures(self, cosines: Float[np.ndarray, "N C"], captions: Sequence[str]) -> dict[str, float]:
-        """The figures of images with these captions; of a single one, none is another's.
+        """The metrics of images. With a single distinct caption, only `clip_score`.
 
         Args:
-            captions: the one of each image.
+            cosines: what `cosines` returned for the images.
+            captions: the caption of each image.
         """
         count, rows = len(self.number), np.arange(len(cosines))
         columns = np.array([self.number[text] for text in captions])
@@ -60,7 +62,7 @@ def score(cosines: Float[np.ndarray, "N"]) -> float:
 
 
 def figures_with_real(drawn: dict[str, float], real: dict[str, float]) -> dict[str, float]:
-    """The figures of drawn images, each followed by that of real ones."""
+    """The metrics of generated images, each followed by that of real images with `_real` in its name."""
     figures = {}
     for name, value in drawn.items():
         figures[name] = value

@@ -1,22 +1,23 @@
-"""Distances between two sets of images, by their features or pixels. Numpy, in double precision.
+"""Computes distances between two sets of images, by their features or pixels, with numpy in double precision.
 
-    FID       |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^1/2), of means and covariances of features. Heusel et al. 2017 (arXiv:1706.08500)
-    KID       squared maximum mean discrepancy of features with the kernel (x y / d + 1)^3, unbiased: it needs fewer images than FID,
-              whose estimate is too large for few. Binkowski et al. 2018 (arXiv:1801.01401)
-    nearest   distance of each image to the nearest one of another set: images that were copied from training lie at 0
-    diversity standard deviation of pixels within a class, as a share of that of other images: below 1, drawn images are too alike
+    FID        |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^1/2), with the means and covariances of features. Heusel et al. 2017
+               (arXiv:1706.08500)
+    KID        the unbiased squared maximum mean discrepancy of features with the kernel (x y / d + 1)^3. It needs fewer images than
+               FID, whose estimate is too large for few images. Binkowski et al. 2018 (arXiv:1801.01401)
+    nearest    the distance of each image to the nearest image of another set, which is 0 for copies of training images
+    diversity  the standard deviation of pixels within a class, divided by that of other images; below 1, images are too similar
 """
 
 import numpy as np
 
-# Added to the diagonal of covariances: features that are never active make them singular.
+# Added to the diagonal of covariances, because features that are never active make them singular.
 EPS = 1e-6
-# Two images nearer than this share of the typical distance are the same.
+# Two images whose distance is below this share of the typical distance count as copies.
 COPY = 0.05
 
 
 def frechet_distance(features: np.ndarray, others: np.ndarray) -> float:
-    """FID of features [N D]."""
+    """The FID of two sets of features, [N D] and [M D]."""
     (m1, c1), (m2, c2) = (_moments(x) for x in (features, others))
     root = _root(c1)
     cross = np.sqrt(np.clip(np.linalg.eigvalsh(root @ c2 @ root), 0, None)).sum()
@@ -24,14 +25,14 @@ def frechet_distance(features: np.ndarray, others: np.ndarray) -> float:
 
 
 def kernel_distance(features: np.ndarray, others: np.ndarray) -> float:
-    """KID of features [N D]."""
+    """The KID of two sets of features, [N D] and [M D]."""
     d, x, y = features.shape[1], features.astype(np.float64), others.astype(np.float64)
     inner_means = [_off_diagonal((z @ z.T / d + 1) ** 3) for z in (x, y)]
     return float(inner_means[0] + inner_means[1] - 2 * ((x @ y.T / d + 1) ** 3).mean())
 
 
 def nearest_distances(images: np.ndarray, others: np.ndarray, block: int = 512) -> np.ndarray:
-    """The distance of each image [N ...] to the nearest of others, over their pixels."""
+    """The Euclidean distance over pixels, [N], of each image [N ...] to the nearest of the other images [M ...]."""
     b = others.reshape(len(others), -1).astype(np.float64)
     squares = (b * b).sum(1)
     distances = []
@@ -42,7 +43,8 @@ def nearest_distances(images: np.ndarray, others: np.ndarray, block: int = 512) 
 
 
 def diversity(images: np.ndarray, labels: np.ndarray, others: np.ndarray, their_labels: np.ndarray) -> float:
-    """The mean over classes of the standard deviation of images over that of others."""
+    """The standard deviation of pixels within a class, divided by that of the other images in the class, as a mean over classes. 0 if
+    no class has two images in both sets."""
     shares = []
     for label in np.intersect1d(labels, their_labels):
         mine, theirs = images[labels == label], others[their_labels == label]

@@ -1,10 +1,16 @@
-"""`tasks=images`: how good the images of a denoiser are, each figure beside what real images reach and what noise does.
+"""Evaluates the images of a denoiser (`tasks=images`). The metrics are shown beside those of real images and of noise.
 
-    fid, kid         drawn images against held-out ones. `_floor`: training images against the same; `_noise`: noise
-    accuracy         share of drawn images whose class the judge sees; `_real`: the judge on held-out images
-    cas              a judge trained on drawn images alone, on held-out ones (Ravuri and Vinyals 2019, arXiv:1905.10887)
-    nearest          median distance to the nearest training image; `_real`: that of held-out images. copies: share that are one
-    diversity        deviation within a class, drawn over real
+    fid, kid               the distance of generated images to held-out images
+    fid_floor, kid_floor   the distance of training images to held-out images
+    fid_noise, kid_noise   the distance of noise to held-out images
+    accuracy               the share of generated images whose class a classifier of real images recognizes
+    accuracy_real          the same for held-out images
+    cas                    the accuracy on held-out images of a classifier that was trained only on generated images (Ravuri and
+                           Vinyals 2019, arXiv:1905.10887)
+    nearest                the median distance of generated images to the nearest training image
+    nearest_real           the same for held-out images
+    copies                 the share of generated images that are copies of training images
+    diversity              the standard deviation within a class of generated images, divided by that of real images
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,17 +24,18 @@ from argosy.evals.images.features import KernelJudge, train_features
 
 
 class LabeledImages(NamedTuple):
-    """Images [N H W C] from -1 to 1, and their classes [N]."""
+    """Images [N H W C] with pixels from -1 to 1, and the class of each image, int [N]."""
 
     images: np.ndarray
     labels: np.ndarray
 
 
 class ImageJudges:
-    """What real images say, once for any number of drawings.
+    """Compares generated images with real images. What depends only on real images is computed once.
 
     Args:
-        train, held_out: real images.
+        train, held_out: the real images.
+        seed: the random seed of training the feature net.
     """
 
     def __init__(self, train: LabeledImages, held_out: LabeledImages, seed: int = 0):
@@ -50,7 +57,7 @@ class ImageJudges:
         }
 
     def figures(self, drawn: LabeledImages) -> dict[str, float]:
-        """The figures of drawn images, and those beside them."""
+        """The metrics of generated images, and those of real images and noise."""
         features, nearest = self.net.features(drawn.images), nearest_distances(drawn.images, self.train.images)
         several = len(np.unique(drawn.labels)) > 1
         right = self.judge(drawn.images) == drawn.labels
@@ -78,7 +85,7 @@ ORDER = (
 
 
 def images_of(rows: Any, most: int | None = None) -> LabeledImages:
-    """The images of a table's rows, the first `most` of them."""
+    """The images of the first `most` rows of a table (None: of all rows), with their classes."""
     batch = rows.gather(np.arange(min(len(rows), most or len(rows))))
     images = batch["images"]
     return LabeledImages(images, batch.get("labels", np.zeros(len(images), np.int32)))
@@ -93,7 +100,14 @@ def draw_classes(
     batch: int = 256,
     **sampling: Any,
 ) -> LabeledImages:
-    """So many images, of all classes in turn, each from noise of its own."""
+    """Generates `count` images, of all classes in turn. Each image begins from different noise.
+
+    Args:
+        size: the (height, width); None: the default of the pipeline.
+        progress: called with the number of images that are done, and of all.
+        batch: the number of images that are generated at once.
+        sampling: further arguments of `pipeline.images`.
+    """
     classes = pipeline.config.classes_known
     labels = np.arange(count) % max(classes, 1)
     prompts = [str(label) if classes else "" for label in labels]
@@ -111,7 +125,8 @@ def draw_prompts(
     batch: int = 256,
     **sampling: Any,
 ) -> Iterator[np.ndarray]:
-    """An image of each prompt, each from noise of its own: batches [B H W 3] float32 in 0..1."""
+    """Generates an image for each prompt, each from different noise. Yields batches, float32 [B H W 3] with pixels from 0 to 1. The
+    arguments are as in `draw_classes`."""
     for at in range(0, len(prompts), batch):
         some = prompts[at : at + batch]
         seeds = [seed + at + i for i in range(len(some))]

@@ -1,10 +1,11 @@
-"""What judges images: a net whose hidden layer gives features, and a classifier that is trained apart from it.
+"""Small models that judge images: a net whose hidden layer gives features, and a separate classifier.
 
-    FeatureNet    pixels -> 64 -> 32 -> classes, trained in seconds on the training images; the features of FID and KID are its 32
-    KernelJudge   kernel ridge regression with a Gaussian kernel, in closed form: the judge of classes. It shares nothing with the net,
-                  so what fools one does not fool the other
+    FeatureNet    a net, pixels -> 64 -> 32 -> classes, trained in seconds on the training images. The 32 hidden units are the features
+                  for FID and KID.
+    KernelJudge   a classifier by kernel ridge regression with a Gaussian kernel, in closed form. It shares nothing with the net, so
+                  images that fool one of them do not fool the other.
 
-Figures by other features are other figures: a FID of this net compares with others of this net and the same data.
+Metrics depend on the features: an FID of this net can only be compared with an FID of this net on the same data.
 """
 
 from dataclasses import dataclass
@@ -15,19 +16,23 @@ import jax.numpy as jnp
 import numpy as np
 
 HIDDEN = (64, 32)
-# Training images of the judge: its matrix has as many rows and columns.
+# The largest number of training images of the judge, whose kernel matrix has as many rows and columns.
 MOST = 4000
 
 
 @dataclass(frozen=True)
 class FeatureNet:
-    """A small net. layers: weights and biases by layer; scale: what pixels are divided by."""
+    """A small net of linear layers with ReLU.
+
+    layers: (weight, bias) of each layer.
+    scale: the number by which pixels are divided.
+    """
 
     layers: list[tuple[np.ndarray, np.ndarray]]
     scale: float
 
     def features(self, images: np.ndarray) -> np.ndarray:
-        """[N 32]."""
+        """The features of images [N ...], [N 32]."""
         x = images.reshape(len(images), -1) / self.scale
         for w, b in self.layers[:-1]:
             x = np.maximum(x @ w + b, 0)
@@ -35,8 +40,8 @@ class FeatureNet:
 
 
 def train_features(images: np.ndarray, labels: np.ndarray, seed: int = 0, steps: int = 600, batch: int = 128) -> FeatureNet:
-    """The net that learns the classes of these images, by Adam at 2e-3. Without classes (one label), its features are those of random
-    weights."""
+    """Trains the net on the classes of these images, by Adam with a learning rate of 2e-3. Without classes (one label), the weights
+    stay random."""
     x, classes = images.reshape(len(images), -1).astype(np.float32), int(labels.max()) + 1
     scale = float(x.std()) or 1.0
     widths = [x.shape[1], *HIDDEN, classes]
@@ -73,13 +78,14 @@ class KernelJudge:
     """A classifier of images by kernel ridge regression.
 
     Args:
-        ridge: added to the diagonal of the kernel's matrix.
+        ridge: the number that is added to the diagonal of the kernel matrix.
+        seed: the random seed that selects the training images, if there are more than MOST.
     """
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, ridge: float = 1e-2, seed: int = 0):
         rows = np.random.default_rng(seed).permutation(len(images))[:MOST]
         self.points = images[rows].reshape(len(rows), -1).astype(np.float64)
-        # Half of the median squared distance: the kernel then tells neighbors from strangers.
+        # With half of the median squared distance, the kernel distinguishes near from distant images.
         some = self.points[:500]
         distances = ((some[:, None] - some[None]) ** 2).sum(-1)
         self.width = float(np.median(distances[distances > 0])) / 2 if (distances > 0).any() else 1.0

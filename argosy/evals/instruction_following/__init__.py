@@ -1,1 +1,1 @@
-"""Instructions that a program can check (IFEval): the checks, and the accuracies over them."""
+"""Evaluates whether answers follow instructions that a program can check (IFEval)."""

@@ -1,9 +1,9 @@
-"""The instructions of IFEval, a check for each kind.
+"""The checks of IFEval, one for each kind of instruction.
 
-Checks agree with the authors' program, quirks included, since published figures come from it. They differ where it needs what it would
-download: sentences are divided by rules, not by NLTK's Punkt model; words in capitals by rules close to NLTK's; the language of a
-response by scripts and frequent words (`language`), not by langdetect. And a character other than a letter of `letter_frequency` is
-counted as asked; there, a random letter takes its place.
+Checks agree with the authors' program, including its quirks, because published results come from it. They differ if that program would
+need a download: sentences are divided by rules, and not by NLTK's Punkt model; words in capitals by rules close to NLTK's; and the
+language of a response is found by scripts and frequent words (`language`), and not by langdetect. In `letter_frequency`, a character
+that is no letter is counted, while that program replaces it by a random letter.
 """
 
 import json
@@ -25,8 +25,8 @@ ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 class InstructionCheck(NamedTuple):
     """The check of one kind of instruction.
 
-    is_followed: (response, **arguments) -> whether it is followed.
-    takes: its arguments, each with a description.
+    is_followed: (response, **arguments) -> whether the response follows the instruction.
+    takes: the names of its arguments, each with a description, a key of `_ACCEPTS`.
     """
 
     is_followed: Callable[..., bool]
@@ -37,9 +37,9 @@ def follows(kind: str, response: str, arguments: Mapping[str, Any]) -> bool:
     """Whether a response follows an instruction.
 
     Args:
-        kind: name of the kind of instruction.
-        arguments: of its check. Arguments that are None are ignored, and 3.0 counts as 3, since the Hub's copy of the data writes
-            arguments so.
+        kind: the kind of instruction, a key of CHECKS.
+        arguments: the arguments of its check. Those that are None are ignored, and 3.0 counts as 3, because the copy of the data on the
+            Hub has arguments in this form.
     """
     some = {name: value for name, value in arguments.items() if value is not None}
     return CHECKS[kind].is_followed(response, **{k: int(v) if isinstance(v, float) else v for k, v in some.items()})
@@ -49,7 +49,8 @@ def check_instructions(path: Path, rows: Sequence[Fields]) -> None:
     """Checks that every instruction of these rows can be checked.
 
     Raises:
-        UnknownName: a kind that is not known. BadInput: an argument is missing, unknown or of another type.
+        UnknownName: the kind of an instruction is not known.
+        BadInput: an argument is missing, unknown or of another type.
     """
     for number, row in enumerate(rows):
         where = f"{path}, row {number + 1} of {len(rows)}"
@@ -80,7 +81,7 @@ def _check_arguments(kind: str, arguments: Mapping[str, Any], where: str) -> Non
 
 
 def _expressions(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The arguments that are regular expressions, as in the authors' program, with what is searched for."""
+    """Yields the arguments that are regular expressions, as in the authors' program: (name, the expression that is searched for)."""
     for name, value in arguments.items():
         if name in EXPRESSIONS:
             texts = value if isinstance(value, list) else [value]
@@ -108,7 +109,7 @@ def _satisfies(count: int, relation: str, threshold: int) -> bool:
 
 # ---- keywords
 
-# By argument: the regular expression that a check searches for.
+# The regular expression that a check searches for, by the name of the argument.
 EXPRESSIONS: dict[str, Callable[[str], str]] = {
     "keywords": lambda word: word,
     "keyword": lambda word: word.strip(),
@@ -120,12 +121,12 @@ MARKERS = {"P.P.S": r"\s*p\.\s?p\.\s?s.*$", "P.S.": r"\s*p\.\s?s\..*$"}
 
 
 def existence(response: str, keywords: list[str]) -> bool:
-    """All keywords occur. They are regular expressions, as in the authors' program, and parts of words count."""
+    """Whether all keywords occur. They are regular expressions, as in the authors' program, and may match parts of words."""
     return all(re.search(EXPRESSIONS["keywords"](word), response, re.IGNORECASE) for word in keywords)
 
 
 def forbidden(response: str, forbidden_words: list[str]) -> bool:
-    """None of the words occurs, as a whole word."""
+    """Whether none of the words occurs as a whole word."""
     return not any(re.search(EXPRESSIONS["forbidden_words"](word), response, re.IGNORECASE) for word in forbidden_words)
 
 
@@ -141,7 +142,7 @@ def letter_frequency(response: str, letter: str, let_frequency: int, let_relatio
 
 
 def in_language(response: str, language: str) -> bool:
-    """The whole response is in one language. A response without letters is in any, as in the authors' program."""
+    """Whether the response is in this language. A response without letters is in any language, as in the authors' program."""
     guess = language_of(response)
     return guess is None or guess == language
 
@@ -170,7 +171,8 @@ def word_count(response: str, num_words: int, relation: str) -> bool:
 
 
 def paragraph_count(response: str, num_paragraphs: int) -> bool:
-    """So many parts between `***`; an empty one only at the beginning or the end."""
+    """Whether `***` divides the response into this number of parts. Only the first and the last part may be empty, and are not counted
+    then."""
     parts = re.split(r"\s?\*\*\*\s?", response)
     if any(not part.strip() for part in parts[1:-1]):
         return False
@@ -178,8 +180,8 @@ def paragraph_count(response: str, num_paragraphs: int) -> bool:
 
 
 def first_word(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """So many parts between blank lines, and the nth begins with the word. Places count empty parts too, as in the authors'
-    program."""
+    """Whether blank lines divide the response into this number of parts, and the nth part begins with the word. For the index n, empty
+    parts count too, as in the authors' program."""
     parts = response.split("\n\n")
     count = sum(bool(part.strip()) for part in parts)
     if count != num_paragraphs or nth_paragraph > count or not parts[nth_paragraph - 1].strip():
@@ -200,7 +202,7 @@ def postscript(response: str, postscript_marker: str) -> bool:
 
 
 def bullets(response: str, num_bullets: int) -> bool:
-    """Exactly so many lines that begin with `*` or `-`."""
+    """Whether exactly this number of lines begin with `*` or `-`."""
     stars = re.findall(r"^\s*\*[^\*].*$", response, re.MULTILINE)
     return len(stars) + len(re.findall(r"^\s*-.*$", response, re.MULTILINE)) == num_bullets
 
@@ -210,7 +212,7 @@ def constrained_response(response: str) -> bool:
 
 
 def highlights(response: str, num_highlights: int) -> bool:
-    """At least so many `*sections*`. `**bold**` counts by its inner pair too, as in the authors' program."""
+    """Whether there are at least this number of `*sections*`. `**bold**` counts twice, as in the authors' program."""
     single = [part for part in re.findall(r"\*[^\n\*]*\*", response) if part.strip("*").strip()]
     double = [part for part in re.findall(r"\*\*[^\n\*]*\*\*", response) if part[2:-2].strip()]
     return len(single) + len(double) >= num_highlights
@@ -221,7 +223,7 @@ def sections(response: str, section_spliter: str, num_sections: int) -> bool:
 
 
 def is_json(response: str) -> bool:
-    """JSON, alone or in a markdown fence."""
+    """Whether the response is JSON, alone or in a markdown fence."""
     text = response.strip()
     for fence in ("```json", "```Json", "```JSON", "```"):
         text = text.removeprefix(fence)
@@ -233,12 +235,12 @@ def is_json(response: str) -> bool:
 
 
 def title(response: str) -> bool:
-    """`<<a title>>` on one line."""
+    """Whether the response has a title, `<<a title>>`, on one line."""
     return any(match.lstrip("<").rstrip(">").strip() for match in re.findall(r"<<[^\n]+>>", response))
 
 
 def two_responses(response: str) -> bool:
-    """Two different parts around `******`; an empty one only at the beginning or the end."""
+    """Whether `******` divides the response into two different parts. Further parts must be empty, and at the beginning or the end."""
     parts = [part.strip() for part in response.split("******")]
     full = [part for part in parts if part]
     return all(parts[1:-1]) and len(full) == 2 and full[0] != full[1]

@@ -1,8 +1,12 @@
 """IFEval (arXiv:2311.07911): whether a response follows instructions that a program can check.
 
-Strict: the response as it is. Loose: any of eight versions of it, without its first line, its last line or both, and each without
-asterisks; so an introduction or markdown does not fail an instruction that the rest follows. An empty response follows none.
-Prompt level: all instructions of a prompt; instruction level: of all instructions.
+    strict             the response itself is checked
+    loose              any of eight versions may follow the instruction: the response without its first line, its last line, both or
+                       neither, with or without asterisks; so an introduction or markdown is no failure
+    prompt level       the share of prompts of which all instructions are followed
+    instruction level  the share of all instructions that are followed
+
+An empty response follows no instruction.
 """
 
 from collections.abc import Mapping
@@ -14,7 +18,11 @@ from argosy.evals.statistics import RowScores
 
 
 def instruction_accuracies(number: int, row: Mapping[str, Any], response: str) -> RowScores:
-    """The four accuracies of a row. At the instruction level its weight is its number of instructions."""
+    """The four accuracies of a row. At the instruction level, the weight of the row is its number of instructions.
+
+    Args:
+        number: the index of the row.
+    """
     each = list(zip(row["instruction_id_list"], row["kwargs"], strict=True))
     strict = [_follows(kind, response, arguments) for kind, arguments in each]
     loose = [any(_follows(kind, version, arguments) for version in loose_responses(response)) for kind, arguments in each]
@@ -28,7 +36,7 @@ def instruction_accuracies(number: int, row: Mapping[str, Any], response: str) -
 
 
 def loose_responses(response: str) -> list[str]:
-    """The eight versions of a response that the loose accuracy accepts."""
+    """The eight versions of a response that the loose accuracy checks."""
     lines = response.split("\n")
     cut = [response, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
     return [text.replace("*", "") if bare else text for text, bare in product(cut, (False, True))]

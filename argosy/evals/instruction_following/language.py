@@ -1,14 +1,15 @@
-"""The language of a text, by its script and its most frequent words.
+"""Recognizes the language of a text by its script and its most frequent words.
 
-Most scripts belong to one language here; Latin, Cyrillic, Arabic and Devanagari are divided by words that every text of some length
-has. Enough to tell whether a response is in the language that was asked for; a text of a few words may be taken for a relative.
+Most scripts belong to one language here. Languages in Latin, Cyrillic, Arabic and Devanagari scripts are distinguished by words that
+every longer text contains. This is enough to check whether a response is in the requested language. A text of a few words may be taken
+for a related language.
 """
 
 import re
 import unicodedata
 from collections import Counter
 
-# Scripts that one language of `KNOWN` uses. Kana and Han letters of a text with kana are Japanese.
+# The scripts that only one language of `KNOWN` uses. In a text with kana, Han characters count as Japanese.
 SCRIPTS = {
     "HANGUL": "ko",
     "HIRAGANA": "ja",
@@ -77,7 +78,7 @@ SHARED = {
     },
 }
 KNOWN = frozenset(SCRIPTS.values()) | {language for some in SHARED.values() for language in some}
-# Letters that one of the languages of a script has and its likeliest rivals lack; each counts as a tenth of a frequent word.
+# Letters that a language has and similar languages in the same script do not have. Each counts as a tenth of a frequent word.
 LETTERS = {
     "de": "ßäöü",
     "es": "ñ¿¡",
@@ -100,7 +101,7 @@ _WORDS = re.compile(r"[^\W\d_]+(?:['’\u0300-\u036f\u0900-\u0dff]+[^\W\d_]*)*")
 
 
 def language_of(text: str) -> str | None:
-    """The ISO 639-1 code of the language of most of a text; None for a text without letters."""
+    """The ISO 639-1 code of the language of most of a text; `und` for an unknown script; None for a text without letters."""
     scripts = Counter(_script(letter) for letter in text if letter.isalpha())
     if not scripts:
         return None
@@ -120,10 +121,10 @@ def _of_words(text: str, frequent: dict[str, str]) -> str:
     scores = {}
     for language, some in frequent.items():
         vocabulary = set(some.split())
-        # A word that several languages share speaks less for each.
+        # A word that several languages share counts less for each of them.
         score = sum(1 / spoken[word] for word in words if word in vocabulary)
         scores[language] = score + 0.1 * sum(text.count(letter) for letter in LETTERS.get(language, ""))
-    # The first named is the likeliest where nothing speaks for any.
+    # Of languages with equal scores, the first in the table is taken.
     return max(scores, key=lambda language: scores[language])
 
 

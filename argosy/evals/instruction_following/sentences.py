@@ -1,4 +1,4 @@
-"""Sentences and words of English text, by rules: for checks that count them."""
+"""Divides English text into sentences and words by rules, for checks that count them."""
 
 import re
 
@@ -10,13 +10,13 @@ _ABBREVIATIONS = {
     "vs", "etc", "e.g", "i.e", "a.m", "p.m", "u.s", "u.k", "inc", "ltd", "co", "corp", "no", "vol", "fig", "approx",
     "ph.d", "dept",
 }
-# The end of a sentence, with the quotes and brackets that close behind it; and the word after.
+# A possible end of a sentence: the last word, the mark, the closing quotes and brackets, and the next word.
 _END = re.compile(r"""(?P<word>\S*?)(?P<mark>\.\.\.+|…|[.!?]+)(?P<close>["'”’)\]*]*)(?=\s+(?P<next>\S+)|\s*$)""")
 
 
 def sentences_of(text: str) -> list[str]:
-    """Sentences. They end with `.`, `!` or `?` before a blank; a line break alone ends none. A full stop after an abbreviation or an
-    initial ends none, and three dots only before a capital."""
+    """Divides a text into sentences. A sentence ends with `.`, `!` or `?` before a blank, and not with a line break alone. A period
+    after an abbreviation or an initial does not end a sentence. Three dots end one only before a capital."""
     sentences, at = [], 0
     for match in _END.finditer(text):
         mark, after = match["mark"], (match["next"] or "").lstrip("\"'“‘([*")
@@ -24,7 +24,7 @@ def sentences_of(text: str) -> list[str]:
         if mark == ".":
             initial = len(word) == 1 and word.isalpha() and word != "i"
             ends = not (word in _TITLES or initial) and (word not in _ABBREVIATIONS or after[:1].isupper())
-            # `1.` before an item of a list.
+            # A number like `1.` before an item of a list does not end a sentence.
             ends = ends and not (word.isdigit() and text[at : match.start("mark")].strip() == match["word"])
         else:
             ends = not mark.startswith(("..", "…")) or after[:1].isupper()
@@ -39,7 +39,7 @@ _CONTRACTION = re.compile(r"(?i)(.+?)(n't|'(?:s|m|d|re|ve|ll))$")
 
 
 def words_apart(text: str) -> list[str]:
-    """Words, with contractions as two (`DON'T` is `DO` and `N'T`), as NLTK divides them."""
+    """Divides a text into words. Contractions become two words (`DON'T` becomes `DO` and `N'T`), as in NLTK."""
     words: list[str] = []
     for word in _WORD.findall(text.replace("’", "'")):
         parts = [part for part in re.split(r"(?:--+|\.\.\.+)", word) if part]

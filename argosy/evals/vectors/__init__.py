@@ -1,1 +1,1 @@
-"""Vectors of texts, measured on pairs with scores, pairs with labels, and searches of a corpus."""
+"""Evaluates vectors of texts on pairs with scores, pairs with labels, and searches of a corpus."""

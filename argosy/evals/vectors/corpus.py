@@ -1,4 +1,4 @@
-"""A retrieval set in BEIR's files: corpus.jsonl, queries.jsonl and qrels/test.tsv, read and checked before any work begins."""
+"""Reads and checks a retrieval set in the files of BEIR: corpus.jsonl, queries.jsonl and qrels/test.tsv."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +14,8 @@ FILES = f"{CORPUS}, {QUERIES} and {JUDGEMENTS[0]}"
 class RetrievalCorpus:
     """The documents of a retrieval set.
 
-    ids: their ids.
-    texts: title and text of each.
+    ids: the id of each document.
+    texts: the title and the text of each document.
     """
 
     ids: list[str] = field(default_factory=list)
@@ -23,10 +23,10 @@ class RetrievalCorpus:
 
 
 def find_corpus(folder: Path) -> Path:
-    """The folder of a retrieval set: this one, or the one below that has its files.
+    """Finds the folder of a retrieval set: this folder, or a direct subfolder with its files.
 
     Raises:
-        BadInput: there is none, or several.
+        BadInput: there is no such folder, or there are several.
     """
     inside = sorted(path for path in folder.iterdir() if path.is_dir())
     folders = [candidate for candidate in (folder, *inside) if _file(candidate, CORPUS) is not None]
@@ -37,10 +37,11 @@ def find_corpus(folder: Path) -> Path:
 
 
 def read_corpus(folder: Path) -> tuple[list[Fields], RetrievalCorpus]:
-    """The judged queries, each with `query`, `id` and the grade of each judged document in `relevant`; and the documents.
+    """Reads a retrieval set. Returns the judged queries and the documents. A query has the fields `id`, `query` and `relevant`, the
+    grade of each judged document by id.
 
     Raises:
-        BadInput: a file is missing, or a row is not as in BEIR.
+        BadInput: a file is missing, a row is not in the format of BEIR, or no document is relevant.
     """
     documents, queries = (_texts(folder, name) for name in (CORPUS, QUERIES))
     grades: dict[str, dict[str, int]] = {}
@@ -50,10 +51,10 @@ def read_corpus(folder: Path) -> tuple[list[Fields], RetrievalCorpus]:
     for number, line in enumerate(read_task_text(path).splitlines(), 1):
         parts = line.split("\t")
         if not line.strip() or (number == 1 and not _is_grade(parts[-1])):
-            # The first line names the columns.
+            # The first line may name the columns.
             continue
         where = f"{path}, line {number}"
-        # trec_eval's own files have a column that nobody reads.
+        # Files of trec_eval have a second column, which is not used.
         parts = parts if len(parts) != 4 else [parts[0], *parts[2:]]
         if len(parts) != 3 or not _is_grade(parts[2]):
             raise BadInput(f"no judgement: {line[:60]!r}", where=where, hint="query id, document id and grade, with tabs between them")
@@ -77,7 +78,7 @@ def _file(folder: Path, name: str) -> Path | None:
 
 
 def _texts(folder: Path, name: str) -> dict[str, str]:
-    """The texts of a file by id: a title, if there is one, before the text."""
+    """Reads the texts of a file, by id. If a row has a title, it is put before the text."""
     path = _file(folder, name)
     if path is None:
         raise BadInput(f"{folder} has no {name}", hint=f"a retrieval set is {FILES}")

@@ -1,6 +1,6 @@
-"""Evaluates sentence vectors: their cosines on pairs, and searches with them.
+"""Evaluates sentence vectors by their cosines on pairs, and by searches.
 
-Texts of pairs have the default prompt of the model's folder; queries and documents have those of these names, where the folder has
+Texts of pairs get the default prompt of the model's folder. Queries and documents get the prompts with these names, if the folder has
 them. A search compares a query with every document.
 """
 
@@ -19,18 +19,18 @@ from argosy.infer.embed import SentenceEncoder, unit_vectors
 from argosy.weights.hub.sentence_steps import DOCUMENT_PROMPTS, QUERY_PROMPTS
 
 Tick = Callable[[int], None]
-# Texts of a batch, at most; and queries whose scores are in memory at once.
+# The largest number of texts in a batch, and the number of queries whose scores are in memory at once.
 MOST_ROWS, MOST_QUERIES = 256, 64
 
 
 class TextVectors:
-    """Vectors of texts at length 1.
+    """Computes vectors of texts, normalized to length 1.
 
     Args:
-        tick: called with the share of the task's rows that is done, as a number of rows.
-        texts: the texts of the task.
+        tick: called with the progress, converted to a number of rows of the task.
+        texts: the number of texts of the task.
 
-    truncated: texts that were longer than the model reads.
+    truncated: the number of texts that were longer than the model's context.
     """
 
     def __init__(self, lm: Any, planned: PlannedTask, settings: EvalSettings, tick: Tick, texts: int):
@@ -38,15 +38,15 @@ class TextVectors:
         self.truncated, self._done, self._rows_per_text = 0, 0, len(planned.rows) / texts
 
     def role(self, names: tuple[str, ...], prompt: str | None) -> str:
-        """The prompt of queries or documents: the given one, else that of the folder."""
+        """The prompt of queries or documents: `prompt`, or if it is None, the prompt of the model's folder with one of these names."""
         steps = self.encoder.steps
         return steps.prompt_named(steps.role(names)) if prompt is None else prompt
 
     def of(self, texts: Sequence[str], prompt: str | None = None) -> Float[np.ndarray, "N D"]:
-        """The vectors of texts; each different text is computed once.
+        """The vectors of texts. Each distinct text is computed once.
 
         Args:
-            prompt: is put before each; None: the folder's default.
+            prompt: the text that is put before each text; None: the default prompt of the model's folder.
         """
         distinct = list(dict.fromkeys(texts))
         whole = self.encoder.ids(distinct, prompt=prompt)
@@ -56,7 +56,7 @@ class TextVectors:
         order, at = sorted(range(len(rows)), key=lambda i: -len(rows[i])), 0
         while at < len(order):
             count = min(MOST_ROWS, max(1, self.tokens // len(rows[order[at]])))
-            # A power of two, which programs are compiled for.
+            # The batch size is a power of two, because a program is compiled for each size.
             batch = order[at : at + (1 << (count.bit_length() - 1))]
             out[batch] = self.encoder.pooled([rows[i] for i in batch])
             at += len(batch)
@@ -68,7 +68,7 @@ class TextVectors:
 
 
 def evaluate_text_pairs(lm: Any, planned: PlannedTask, settings: EvalSettings, tick: Tick) -> tuple[list[RowScores], int]:
-    """The cosine of each pair beside its score or label, and how many texts were cut."""
+    """Returns the cosine of each pair with its score or label, and the number of texts that were cut."""
     vectors = TextVectors(lm, planned, settings, tick, 2 * len(planned.rows))
     target = "score" if planned.task.kind == "similarity" else "label"
     both = vectors.of([row[name] for row in planned.rows for name in ("sentence1", "sentence2")])
@@ -78,7 +78,7 @@ def evaluate_text_pairs(lm: Any, planned: PlannedTask, settings: EvalSettings, t
 
 
 def evaluate_retrieval(lm: Any, planned: PlannedTask, settings: EvalSettings, tick: Tick) -> tuple[list[RowScores], int]:
-    """The figures of each query, and how many texts were cut."""
+    """Returns the metrics of each query, and the number of texts that were cut."""
     corpus = planned.corpus
     vectors = TextVectors(lm, planned, settings, tick, len(corpus.texts) + len(planned.rows))
     documents = vectors.of(corpus.texts, vectors.role(DOCUMENT_PROMPTS, settings.document_prompt))
@@ -95,12 +95,12 @@ def evaluate_retrieval(lm: Any, planned: PlannedTask, settings: EvalSettings, ti
 
 
 def correlations(rows: Sequence[RowScores]) -> dict[str, MeanWithError]:
-    """Spearman's and Pearson's correlation of cosines with scores."""
+    """Spearman's and Pearson's correlations of cosines with scores."""
     cosines, scores = (np.asarray([row.values[name] for row in rows]) for name in ("cosine", "score"))
     return {"spearman": MeanWithError(spearman(cosines, scores), None), "pearson": MeanWithError(pearson(cosines, scores), None)}
 
 
 def separations(rows: Sequence[RowScores]) -> dict[str, MeanWithError]:
-    """How well cosines tell the two labels apart."""
+    """The metrics of how well cosines separate pairs of label 0 and 1."""
     figures = pair_figures(*(np.asarray([row.values[name] for row in rows]) for name in ("cosine", "label")))
     return {name: MeanWithError(value, None) for name, value in figures._asdict().items()}
