@@ -200,7 +200,7 @@ def check_same(saved: Fingerprint, now: Fingerprint) -> None:
     """Checks that the fingerprint of a saved state is that of the current data.
 
     Raises:
-        UserError: they differ. The message names every differing key with both values.
+        UserError: the fingerprints differ. The message names every differing key with both values.
     """
     keys = [key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
     if not keys:

@@ -71,7 +71,7 @@ class OnlineBatches(Batches):
         return self.held[0]
 
     def summary(self, steps: int | None = None) -> CorpusSummary:
-        """What is known without reading everything: the number of files, their bytes, and names of special tokens in the first MiB."""
+        """Summarizes what is known without reading everything: the files, their bytes, and names of special tokens in the first MiB."""
         encoder, source = self.make_encoder(), self.source
         for document in next(document_groups(source.documents()), []):
             encoder.skip(document)

@@ -196,7 +196,7 @@ class FitRows:
     def kept(self, places: np.ndarray, too_long: str) -> tuple[np.ndarray, np.ndarray]:
         """The first token of each document that is kept, and the number of input positions that it takes.
 
-        Counts the other documents in `dropped`, `unlearned` and `cut`.
+        Also sets `dropped`, `unlearned` and `cut`.
 
         Args:
             places: [documents], the number of input positions of each document.

@@ -1,4 +1,4 @@
-"""The settings of data. They do not depend on the model; its vocabulary is passed when a pipeline is built."""
+"""The settings of data. They do not depend on the model, whose vocabulary is passed when a pipeline is built."""
 
 from typing import Annotated, Any, Literal
 
@@ -263,20 +263,20 @@ class DataSettings(Settings):
 
     @property
     def steps(self) -> RecordSteps:
-        """What records pass before they are read."""
+        """The functions of the user that are applied to records before they are read."""
         return RecordSteps(self.map, self.filter)
 
     @property
     def source_name(self) -> str:
-        """What `source` names, in one line."""
+        """The source as one line. The paths of a mixture are separated by commas."""
         return self.source if isinstance(self.source, str) else ", ".join(mixed.path for mixed in self.source)
 
     @property
     def single_source(self) -> str:
-        """What `source` names, where only one source is read.
+        """The source, for code that reads only one source.
 
         Raises:
-            BadInput: it is a mixture.
+            BadInput: the source is a mixture.
         """
         if isinstance(self.source, str):
             return self.source

@@ -11,7 +11,7 @@ from argosy.data.sources.records import LABELED
 class MixedPart:
     """One source of a mixture, or one bucket of images.
 
-    name: the path of the source.
+    name: the path of the source, or the size of the images in the bucket.
     rows, tokens: the number of rows and tokens in one epoch of the source; None: unknown.
     text: the summary of the source, as a paragraph.
     share: the share of the run's rows that come from the source, from 0 to 1; None: unknown.

@@ -62,7 +62,7 @@ def read_part(reader: TensorReader, name: str, i: int) -> np.ndarray:
 class TensorEntry(NamedTuple):
     """A tensor to be written.
 
-    name, shape, dtype: of the tensor in the file.
+    name, shape, dtype: the name, the shape and the type of the tensor in the file.
     make: returns the tensor. It is called once, when the tensor is written.
     parts: called instead of `make`, if it is not None. It yields the entries of the first axis one after the other.
     """

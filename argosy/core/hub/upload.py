@@ -26,7 +26,7 @@ WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json", "adapter_model
 class Pushed:
     """The result of a push.
 
-    commit: the id of the new commit; None for a dry run.
+    commit: the id of the new commit; None: nothing changed, or nothing was sent.
     url: the URL of the repository.
     kept_card: whether a card that was written by hand was kept.
     removed: the names of removed weights of an earlier model.

@@ -251,7 +251,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class FieldShape:
-    """How a key is read: as one leaf, or part by part.
+    """The way in which a key is read: as one leaf, or part by part.
 
     kind: the kind of the value.
     of: the class of a group, the `Choice`, the type of the items, or the type of a leaf.
@@ -269,7 +269,7 @@ _SHAPES: dict[int, tuple[FieldInfo, FieldShape]] = {}
 
 
 def shape_of(info: FieldInfo) -> FieldShape:
-    """How a field is read. If its default is None, None is a valid value."""
+    """The way in which a field is read. If its default is None, None is a valid value."""
     cached = _SHAPES.get(id(info))
     if cached is None:
         cached = _SHAPES[id(info)] = info, _shape_of(info)
@@ -284,7 +284,7 @@ def _shape_of(info: FieldInfo) -> FieldShape:
 
 
 def shape(hint: Any) -> FieldShape:
-    """How a value of this type is read."""
+    """The way in which a value of this type is read."""
     can_be_none = hint is None or type(None) in members(hint)
     choice = next((mark for mark in get_args(hint)[1:] if isinstance(mark, Choice)), None)
     if get_origin(hint) is Annotated:

@@ -33,7 +33,7 @@ _KEY = re.compile(r"[^\s.=-][^\s.=]*(\.[^\s.=]+)*")
 
 @dataclass(frozen=True)
 class Mark:
-    """How a value was written.
+    """The text and the line with which a value was written.
 
     text: the text of a plain scalar; None for other values.
     line: the line in a file, counted from 1; None: it is from no file.

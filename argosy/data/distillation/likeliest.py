@@ -78,7 +78,7 @@ class Likeliest:
             self.begins[row] = UNKNOWN
 
     def missing(self, rows: np.ndarray) -> np.ndarray:
-        """Those of the given row numbers that are not cached."""
+        """Selects the row numbers that are not cached."""
         return rows[self.begins[rows] < 0]
 
     def read(self, row: int) -> TopTokens:

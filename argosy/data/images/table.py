@@ -166,7 +166,7 @@ class ImageRows:
 
     @property
     def numbers_per_row(self) -> int:
-        """How many numbers a row holds. The pipeline chooses from this how many batches it makes at once."""
+        """The number of numbers in a row, from which the pipeline chooses how many batches it makes at once."""
         return self.table.size[0] * self.table.size[1] * (self.table.channels + (0 if self.table.controls is None else 3))
 
     def gather(self, rows: np.ndarray, places: np.ndarray | None = None) -> Batch:

@@ -84,7 +84,7 @@ def check_mixture(settings: DataSettings) -> None:
     """Checks that weights, epochs and temperature do not contradict each other.
 
     Raises:
-        BadInput: they contradict each other, or `data.online` is set.
+        BadInput: these settings contradict each other, or `data.online` is set.
     """
     assert isinstance(settings.source, list)
     weighted = [mixed for mixed in settings.source if mixed.weight is not None]

@@ -122,11 +122,11 @@ class Document:
     """One document, or a piece of a long document: a text, tokens if the source already has them, or a record.
 
     text: the text; for a record, its JSON text, whose hash decides whether the record is held out.
-    tokens: the token ids, without special tokens at the beginning and the end; None: the text is to be tokenized.
+    tokens: the token ids, if the source already has them; None: the text is to be tokenized.
     learn: the half-open spans of `tokens` that count in the loss; None: all tokens count.
     ends: whether the document ends here. If not, the next Document continues it.
-    weights: instead of `learn`, the weight of each token in the loss, or one weight for all. Special tokens at the beginning and the
-        end have no entry.
+    weights: instead of `learn`, the weight of each token in the loss, or one weight for all. Special tokens that encoding adds at the
+        beginning and the end have no entry.
     record: the record to render; None: the document is no record.
     where: the file and row of a text with weights, for errors.
     """
