@@ -76,7 +76,11 @@ class KeyRow:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """A row at one layer: the tensors that are read and written together."""
+    """A row at one layer, which is the tensors that are read and written together.
+
+    names: all their names.
+    paths: the paths of our tensors.
+    """
 
     row: KeyRow
     # The axes of the tensors of one expert, if they store one tensor per expert.
@@ -106,7 +110,7 @@ class _Group:
         return self.is_stacked if self.expert_axes is None else not any(self.expert_axes)
 
     def their_shapes(self, sizes: Sizes, e: int | None = None) -> dict[str, Shape]:
-        """The shapes of all their tensors, or only of those that hold expert `e`."""
+        """The shapes of their tensors by name: of all, or, if `e` is not None, only of those that hold expert `e`."""
         from argosy.core.formats.quants import SCALED
 
         shapes = [part.shape(sizes) for part in self.reading.left]

@@ -27,7 +27,7 @@ _NO_FLOCK = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 
 
 class Missing(BadInput):
-    """There is no such file."""
+    """Raised if there is no such file."""
 
 
 class Store:

@@ -152,11 +152,11 @@ class Batches(ABC):
         return None
 
     def rewind(self) -> None:
-        """Moves back to the first batch: an evaluation reads the same rows every time."""
+        """Moves back to the first batch, so that every evaluation reads the same rows."""
         self.seek({})
 
     def state(self) -> dict[str, Any]:
-        """Position and fingerprint, as JSON."""
+        """The position and the fingerprint, as a JSON object for `restore`."""
         return {"position": self.position(), "fingerprint": self.fingerprint}
 
     def restore(self, state: dict[str, Any], arrays: dict[str, np.ndarray] | None = None) -> None:

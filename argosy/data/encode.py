@@ -39,7 +39,7 @@ class DocumentEncoder:
 
     def __init__(self, encoding: Encoding):
         """Raises:
-        BadInput: documents are to begin with a token that the tokenizer does not have.
+        BadInput: `encoding.bos` is set, but the tokenizer has no beginning-of-sequence token.
         """
         tokenizer = encoding.tokenizer
         if encoding.bos and tokenizer.bos is None:

@@ -39,7 +39,7 @@ class LabelSet:
 
     @property
     def scores(self) -> int:
-        """The number of scores that a head outputs for these labels."""
+        """The number of scores that a head outputs for these labels: one per class, or one for regression."""
         return len(self.names) or 1
 
 

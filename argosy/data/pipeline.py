@@ -1,9 +1,10 @@
-"""Batches from settings: Grain over a table of rows.
+"""Builds batches from settings, with Grain over a table of rows.
 
-A prepared corpus is a table of rows. An epoch is a permutation of the table, epochs follow each other without a break, and batch b is
-places b B up to b B + B of that sequence. So the position is one number, the same on every host, and any number of hosts can continue
-from it. Rows that belong together (`Rows.per_group`) are permuted, batched and shared out as a whole. Grain's element is one process's
-rows of a few global batches, gathered at once: one element per row would take ten times as long (60 us of Python each).
+A prepared corpus is a table of rows. An epoch is a permutation of the table, and epochs follow each other without a break. Batch b of B
+rows has the places b B to b B + B - 1 in this sequence. So the position is one number, the same on every host, and any number of hosts
+can continue from it. Groups of rows (`PackedRows.per_group`) are permuted, batched and divided among processes as a whole. An element
+of Grain holds one process's rows of a few global batches, because one element per row would take ten times as long (60 us of Python
+each).
 
 Grain imports jax, so it is imported when a pipeline is built.
 """

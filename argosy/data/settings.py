@@ -13,10 +13,7 @@ from argosy.data.sources.steps import RecordSteps
 
 MADE_WITH = ("tokenizer", "held_out", "max_bytes", "documents", "invalid", "encoding", "format", "columns", "labels", "negatives",
              "prompts", "bos", "special", "learn", "template", "map", "filter", "deduplicate")  # fmt: skip
-"""What decides the tokens of a prepared corpus. A run on such a folder may repeat these settings, but not change them."""
-
-
-"""What an encoder is made with, beside its tokenizer."""
+"""The settings that decide the tokens of a prepared corpus. A run on such a folder may repeat these settings, but not change them."""
 
 
 class DataSettings(Settings):

@@ -127,7 +127,7 @@ class CorpusSummary:
     buckets: tuple[MixedPart, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """All known fields, for JSON."""
+        """All fields that are known and not zero, as a JSON object."""
         return {name: value for name, value in asdict(self).items() if value not in (None, 0, (), False)}
 
     @property

@@ -36,7 +36,7 @@ Progress = Callable[[PlannedTask, int, int], None]
 
 
 class EvaluationStopped(Exception):
-    """The evaluation was asked to stop."""
+    """Raised if `stopped` returned True."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def byte_list() -> list[int]:
 
 
 def crc32c(strings: Sequence[bytes]) -> list[int]:
-    """The checksum of each string."""
+    """The CRC-32C of each string."""
     if all(len(data) <= SHORT_BYTES for data in strings):
         return [_short(data) for data in strings]
     # Imported here, because checking the beginning of a file needs no arrays.

@@ -59,7 +59,7 @@ FORBIDDEN = (
 
 
 class TooLong(Exception):
-    """The text is longer than the parent accepts."""
+    """Raised if a rendered text is longer than the parent accepts."""
 
 
 class Generation(jinja2.ext.Extension):
@@ -165,7 +165,7 @@ def _limit():
 
 
 def forbid(event, _):
-    """An audit hook: the exception that it raises prevents the audited operation."""
+    """An audit hook that raises an exception for forbidden events, which prevents the operation."""
     if event.startswith(FORBIDDEN):
         raise PermissionError(f"a chat template may not do this: {event}")
 

@@ -31,7 +31,7 @@ DARK = 1 / 8
 
 
 class ImageArrays(ImageSource):
-    """The images of a NumPy file."""
+    """A source of the images in a NumPy file."""
 
     has_columns = True
 

@@ -23,7 +23,7 @@ CONTROL_KEYS = ("conditioning_image", "conditioning_image_file_name")
 
 
 class ImageFolder(ImageFiles):
-    """The image files below a folder."""
+    """A source of the image files below a folder."""
 
     kind = "images"
 

@@ -266,7 +266,7 @@ def holds_files(kind: Any) -> bool:
 
 
 class ImageShards(ImageFiles):
-    """The images of tar and Parquet files."""
+    """A source of the images in tar and Parquet files."""
 
     kind = "shards"
     has_columns = True

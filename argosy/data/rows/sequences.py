@@ -165,7 +165,11 @@ class SequenceRows:
     """
 
     def __init__(self, corpus: Corpus, per_group: int, sequence: int, packing: str = "alone", too_long: str = "drop"):
-        """too_long: what happens to a group with a sequence longer than a row: `drop`, `cut`, `cut_prompt`, or `error`.
+        """Args:
+            per_group: the number of sequences per record.
+            sequence: the number of tokens in a row.
+            packing: `alone` or `fit`.
+            too_long: what happens to a group with a sequence longer than a row: `drop`, `cut`, `cut_prompt`, or `error`.
 
         Raises:
             BadInput: a sequence is longer than a row, and `too_long` is `error`.

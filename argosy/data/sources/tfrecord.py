@@ -103,7 +103,7 @@ def tf_example(data: bytes, where: str) -> dict[str, Any]:
 
 
 def feature(data: bytes) -> list[Any]:
-    """The values of a feature."""
+    """Decodes a feature, and returns its values."""
     values: list[Any] = []
     for kind, content in fields(data, NAMELESS):
         for _, value in fields(_message(content), NAMELESS):

@@ -16,7 +16,7 @@ NAMES = {BOS: 256, EOS: 257}
 
 
 class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes as ids."""
+    """A tokenizer whose ids are UTF-8 bytes."""
 
     vocab, bos, eos = 258, 256, 257
     hidden = frozenset(NAMES.values())

@@ -24,7 +24,7 @@ from argosy.data.tokenizers.decoders import decoding
 
 
 class FastTokenizer(Tokenizer):
-    """A tokenizer.json in memory."""
+    """The tokenizer of a tokenizer.json."""
 
     def __init__(self, text: str, config: TokenizerConfig, path: Path):
         """Args:

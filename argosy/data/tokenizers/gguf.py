@@ -104,7 +104,7 @@ class VocabularyTables:
         return TokenizerConfig(roles, self.switch("add_bos_token", adds_bos), templates)
 
     def role_ids(self) -> dict[str, int]:
-        """The id of each role that the file names."""
+        """The id of each special token in the file, by role."""
         ids = {role: self.meta.get(f"{KEY}{word}_token_id") for word, role in ROLES.items()}
         present = {role: number for role, number in ids.items() if isinstance(number, int)}
         if wrong := next((number for number in present.values() if not 0 <= number < self.size), None):

@@ -39,7 +39,7 @@ BEGINNING = ("Llama", "CodeLlama", "Gemma")
 
 
 class PieceTokenizer(Tokenizer):
-    """A SentencePiece model in memory."""
+    """The tokenizer of a SentencePiece model."""
 
     invalid = EACH_BYTE
 
