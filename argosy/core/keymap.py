@@ -311,7 +311,8 @@ class KeyMap:
 
         Raises:
             BadInput: weights are missing, unexpected or of a wrong shape (the message lists all of them), or pieces have different
-            types. Unsupported: a row has scales, so it can only be read.
+                types.
+            Unsupported: a row has scales, so it can only be read.
         """
         expected = [(group.our_shapes(self.sizes), group.row.optional) for group in self._groups]
         shapes = {path: weights.shape(path) for path in weights.names}

@@ -9,8 +9,8 @@ others. Language modeling asks for four fields, over B rows of T tokens:
     mask      float32  [B T]   weight of each target in the loss; 0 where the target is padding, belongs to another document
                                than its input, or is not to be learned
 
-Other per-token fields are aligned with the targets, as `mask` is, unless `Field.at` says otherwise. Entry t then belongs to
-`targets[t]`, and is 0 where the target lies outside the document of the input at t.
+By default (`Field.at`), other per-token fields are aligned with the targets, as `mask` is. Entry t belongs to `targets[t]`, and is 0 if
+this target lies outside the document of the input at t.
 """
 
 from abc import ABC, abstractmethod

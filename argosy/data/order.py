@@ -70,8 +70,8 @@ class BlockOrder(Order):
 
     def __init__(self, rows: int, seed: int, block: int, window: int):
         """Args:
-        block: number of rows in a block.
-        window: number of blocks in a window.
+            block: the number of rows in a block.
+            window: the number of blocks in a window.
         """
         super().__init__(rows, seed)
         self.block, self.per_window = block, block * window

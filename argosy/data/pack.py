@@ -176,8 +176,9 @@ class FitRows:
 
     def __init__(self, corpus: Corpus, sequence: int, too_long: str = "continue", *, alone: bool = False):
         """Args:
-        too_long: what happens to documents longer than a row: `continue` in further rows, `cut`, `drop`, or `error`.
-        alone: whether each row holds only one document, or one piece of a longer document.
+            sequence: the number of tokens in a row.
+            too_long: what happens to documents longer than a row: `continue` in further rows, `cut`, `drop`, or `error`.
+            alone: whether each row holds only one document, or one piece of a longer document.
 
         Raises:
             BadInput: a document is longer than a row, and `too_long` is `error`.

@@ -38,8 +38,8 @@ class RecordSource(Source):
         self, *, format: str = "auto", columns: Mapping[str, str] | None = None, steps: RecordSteps | None = None
     ):
         """Args:
-        format, columns: as in `records.RecordReader`.
-        steps: the user's functions that are applied to each record first.
+            format, columns: as in `records.RecordReader`.
+            steps: the user's functions that are applied to each record first.
         """
         self.asked, self.columns = format, dict(columns or {})
         self.steps = steps or RecordSteps()
