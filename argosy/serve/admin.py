@@ -1,9 +1,9 @@
-"""The routes that change what a server serves: adapters, weights, pauses. They are on a port of their own, on the loopback only, with a
-key of their own; on the main port too, with that key, if `admin.shared` says so.
+"""The admin routes, which change a running server: adapters, weights, pauses. They are on a separate port, on the loopback only, and
+need a separate key. With `admin.shared` they are on the main port too, with the same key.
 
-Paths and fields are vLLM's. Adapters and weights come from files below `admin.root`; there is no other transport. A file is read and
-checked before anything changes, so a request that fails changes nothing. With several copies of the model, all of them change between
-two steps, while none computes.
+Paths and fields are vLLM's. Adapters and weights are read from files below `admin.root`; there is no other transport. A file is read
+and checked before anything changes, so a request that fails changes nothing. With several copies of the model, all change together
+between two steps, while none computes.
 """
 
 import asyncio
@@ -69,12 +69,12 @@ class AbortRequests(Fields):
 
 
 class Admin:
-    """The routes, around a service."""
+    """The admin routes of a service."""
 
     def __init__(self, service: Service, settings: AdminSettings):
         self.service, self.front, self.settings = service, service.front, settings
         self.root = None if settings.root is None else Path(settings.root).resolve()
-        # One: an adapter, or weights, are read while nothing else is.
+        # One thread, so that files are read one after the other.
         self._files = ThreadPoolExecutor(1, "admin")
         self._one_at_a_time = asyncio.Lock()
         self._update: WeightUpdate | None = None
@@ -122,7 +122,7 @@ class Admin:
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload_adapter(self, request: Request) -> Response:
-        """Running and waiting requests finish with the adapter; new ones are refused."""
+        """Unloads an adapter. Running and waiting requests finish with it; new ones are refused."""
         fields = UnloadAdapter.of(await read_json_body(request, self.service.limits))
         async with self._one_at_a_time:
             try:
@@ -169,7 +169,7 @@ class Admin:
         raise ApiError(problem, code="unsupported_parameter")
 
     async def start_update(self, request: Request) -> Response:
-        """Begins an update; what one that was not finished has read is forgotten."""
+        """Begins an update of the weights. Drops the weights that an unfinished update has read."""
         async with self._one_at_a_time:
             try:
                 self._update = WeightUpdate(self.front.engine.model, self.front.engine.context)
@@ -185,7 +185,7 @@ class Admin:
         return Json({"message": "Weights updated", "weights": count})
 
     async def finish_update(self, request: Request) -> Response:
-        """Replaces the weights between two steps. Running answers go on with the new ones from their next token."""
+        """Replaces the weights between two steps. Running completions go on with the new weights from their next token."""
         fields = FinishUpdate.of(await read_json_body(request, self.service.limits, may_be_empty=True))
         async with self._one_at_a_time:
             update = self._begun()
@@ -221,10 +221,15 @@ class Admin:
     # ---------------------------------------------------------------- files
 
     def _allowed(self, path: str, param: str) -> Path:
-        """A path of a request, relative to the root or below it. Slow for large folders: every link in them is looked at.
+        """Resolves a path of a request, which must be below the root. Slow for large folders, because every symbolic link in them is
+        checked.
+
+        Args:
+            path: an absolute path, or one relative to the root.
+            param: the field that it came in, for errors.
 
         Raises:
-            ApiError: it is not below the root, or there is no root.
+            ApiError: the path or a link is not below the root, or the server has no root.
         """
         if self.root is None:
             problem = "this server reads no files for requests (its setting `admin.root` allows a folder)"
@@ -243,7 +248,7 @@ class Admin:
         return target
 
     async def _read(self, work: Callable[[Path], T], path: str, param: str) -> T:
-        """Reads files at a path of a request, in a thread. Errors name no path of this machine."""
+        """Calls `work` with the path of a request, in the thread that reads files. Errors do not name the root folder."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._files, lambda: work(self._allowed(path, param)))
         except ArgosyError as error:
@@ -256,7 +261,7 @@ class Admin:
 
 
 def _put(engines: Sequence[Engine], name: str, factors: Factors, replace: bool) -> None:
-    """Loads an adapter in all engines, or in none: they may have different places free.
+    """Loads an adapter into all engines, or into none if one of them has no free place.
 
     Raises:
         BadInput: as `Adapters.put`.
@@ -269,7 +274,7 @@ def _put(engines: Sequence[Engine], name: str, factors: Factors, replace: bool) 
 
 
 def _reset(engines: Sequence[Engine], *, running: bool) -> bool:
-    """`reset_prefix_cache` of all engines, or of none."""
+    """Clears the prefix caches of all engines, as `Engine.reset_prefix_cache`, or of none. Returns whether it did."""
     if not running and not all(engine.scheduler.is_empty for engine in engines):
         return False
     for engine in engines:
@@ -278,16 +283,19 @@ def _reset(engines: Sequence[Engine], *, running: bool) -> bool:
 
 
 def _for_each(engines: Sequence[Engine], update: WeightUpdate) -> list[Leaves]:
-    """The weights of an update for each engine, on its devices."""
+    """Copies the weights of an update to the devices of each engine."""
     first = update.leaves()
     return [first, *(copy_to_devices(first, engine.runner.devices) for engine in engines[1:])]
 
 
 def _query(request: Request, *names: str) -> dict[str, str]:
-    """The query of a request.
+    """The query parameters of a request.
+
+    Args:
+        names: the allowed parameters.
 
     Raises:
-        ApiError: it has other names.
+        ApiError: there is another parameter.
     """
     query = dict(request.query_params)
     if strange := sorted(set(query) - set(names)):

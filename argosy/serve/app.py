@@ -1,4 +1,4 @@
-"""The routes of the API. Each reads a JSON body, does slow work off the event loop, and responds in JSON."""
+"""The HTTP routes of a server for one model. Each reads a JSON body, runs slow work in other threads, and responds in JSON."""
 
 import asyncio
 from collections.abc import Callable
@@ -33,13 +33,16 @@ from argosy.web.pages import page_files
 
 
 class App:
-    """The application around a service.
+    """The ASGI application of a service.
+
+    asgi: the application.
+    watching: the routes that are on the admin port too: health, metrics and version.
 
     Args:
         key: the API key; None: requests need none.
-        local: see `Guard`.
-        web: whether the playground and the dashboard are served at `/`, for models that generate text.
-        admin: the admin routes, if they are on this port too; they have a key of their own.
+        local: whether the server listens on the loopback only; see `Guard`.
+        web: whether to serve the playground and the dashboard at `/`, for models that generate text.
+        admin: the admin routes, if they are on this port too. They need their own key.
     """
 
     def __init__(
@@ -54,9 +57,9 @@ class App:
         self.service = service
         # Several threads, because rendering a template may take seconds.
         self._slow = ThreadPoolExecutor(RENDERING, "prepare")
-        # A thread of their own for templates that clients bring, so that these can take all others from nobody.
+        # Templates that come with requests have one thread of their own, so that slow ones cannot block other requests.
         self._foreign = ThreadPoolExecutor(1, "prepare with a template")
-        # Separate, so that a schema that takes seconds to compile delays no request without one.
+        # Grammars have their own threads, so that a schema that takes seconds to compile delays no request without one.
         self._compiling = ThreadPoolExecutor(2 * COMPILING, "compile")
         # One, because XLA compiles with several threads of its own.
         self._compiling_prompts = ThreadPoolExecutor(1, "compile prompts")
@@ -85,13 +88,13 @@ class App:
             routes = [*admin.routes(), *routes]
             apart = {route.path: admin.settings.key for route in admin.routes()}
         self.asgi = guarded_app(routes, key=key, local=local, headers=service.limits.headers, public=public, apart=apart)
-        # On the admin port: its own routes, and what watches a server.
+        # Routes for monitoring, which the admin port has too.
         self.watching = [route for route in routes if route.path in ("/health", "/metrics", "/version")]
 
     # ---------------------------------------------------------------- answers
 
     def _answering(self) -> list[Route]:
-        """Routes that run the model. Routes of the other kind of model respond with 404 and the reason."""
+        """The routes that run the model. Those for the other kind of model (encoder or generator) respond with 404 and the reason."""
         encodes = isinstance(self.service, EncoderService)
         routes = []
         for path, prepare in GENERATING.items():
@@ -172,17 +175,17 @@ class App:
         return Json(self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
-        """The entry of the model, or of one of its adapters."""
+        """The entry of /v1/models for the model or one of its adapters."""
         service = self.service
         return {
             "id": name, "object": "model", "created": service.created, "owned_by": "argosy",
             "root": name, "parent": None if name == service.name else service.name, "max_model_len": service.context,
-            # Where llama.cpp has it too: benchmarks draw random token ids below it.
+            # Under llama.cpp's name. Benchmarks draw random token ids below it.
             "meta": {"n_vocab": service.lm.config.vocab},
         }  # fmt: skip
 
     async def tokenizer_info(self, request: Request) -> Response:
-        """The model's tokenizer_config.json, as vLLM has it: special tokens by role, and the chat template."""
+        """The fields of the model's tokenizer_config.json that vLLM returns: special tokens by role, and the chat template."""
         tokenizer = self.service.lm.tokenizer
         if tokenizer is None:
             raise ApiError("the model has no tokenizer", status=404)
@@ -190,7 +193,7 @@ class App:
         return Json(dict(tokenizer.special) | {"add_bos_token": tokenizer.adds_bos} | more)
 
     async def health(self, request: Request) -> Response:
-        """200 with no body; 503 if the engine has died, or the server is about to end and takes no more requests."""
+        """Responds with 200 and no body, or with 503 if the engine has died or the server is shutting down."""
         front = self.service.front
         if front.failed or front.draining:
             raise engine_died_error() if front.failed else shutting_down()
@@ -207,12 +210,12 @@ class App:
 
 
 def admin_app(admin: Admin, app: App) -> Starlette:
-    """The application of the admin port: all of it needs the admin key, but for /health."""
+    """The ASGI application of the admin port. All routes need the admin key, except /health."""
     headers = admin.service.limits.headers
     return guarded_app([*admin.routes(), *app.watching], key=admin.settings.key, local=True, headers=headers)
 
 
-# Route -> what turns a body into a job.
+# The function that validates the body of each route and turns it into a job.
 GENERATING = {
     "/v1/completions": completions.prepare_completions,
     "/v1/chat/completions": chat.prepare_chat,
@@ -227,7 +230,7 @@ ENCODING = {
 
 
 def tokenize(service: ServedModel[Any], body: Any) -> dict[str, Any]:
-    """/tokenize: the token ids of a text or of a conversation."""
+    """Responds to /tokenize with the token ids of a text or of a conversation."""
     fields = TokenizeFields.of(body)
     service.check_model(fields.model)
     if fields.messages is not None:
@@ -240,7 +243,7 @@ def tokenize(service: ServedModel[Any], body: Any) -> dict[str, Any]:
 
 
 def detokenize(service: ServedModel[Any], body: Any) -> dict[str, Any]:
-    """/detokenize: the text of token ids."""
+    """Responds to /detokenize with the text of token ids."""
     fields = DetokenizeFields.of(body)
     service.check_model(fields.model)
     tokenizer = service.lm.tokenizer

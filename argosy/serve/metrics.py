@@ -1,9 +1,8 @@
-"""Prometheus metrics under vLLM's names, so that its dashboards and autoscalers work here.
+"""Prometheus metrics under vLLM's names, so that dashboards and autoscalers for vLLM work.
 
-A name is here only if it means what it means there. The event loop alone updates them; gauges are read from the engine when they
-are asked for.
+A name of vLLM is used only with vLLM's meaning. Only the event loop updates metrics. Gauges are read from the engine on each scrape.
 
-Every engine of a server has its own series, by the label `engine`: "0" for the first. As in vLLM there are no series of totals.
+Every engine of a server has its own series, with the label `engine` ("0" for the first). As in vLLM, there are no series of totals.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,8 +33,8 @@ class ServerMetrics:
     """The metrics that every kind of model has.
 
     Args:
-        model: its name.
-        compiled: the number of programs compiled so far.
+        model: the model's name.
+        compiled: returns the number of programs compiled so far.
         number: index of the engine on the server.
     """
 
@@ -72,18 +71,28 @@ class ServerMetrics:
         return histogram.labels(*self._labels)
 
     def began(self, prompt: int, queued: float) -> None:
-        """An answer takes part in its first step, `queued` seconds after it arrived."""
+        """Counts a completion that has begun.
+
+        Args:
+            prompt: number of its prompt tokens.
+            queued: seconds from its arrival to its first step.
+        """
         self.prompt_tokens.inc(prompt)
         self.prompt.observe(prompt)
         self.queued.observe(queued)
 
     def ended(self, reason: str, seconds: float) -> None:
-        """An answer ended. reason: stop, length, blocked, repetition or abort."""
+        """Counts a completion that has ended.
+
+        Args:
+            reason: its finish reason: stop, length, blocked, repetition or abort.
+            seconds: seconds from its arrival to its end.
+        """
         self._ended.labels(*self._labels, reason).inc()
         self.whole.observe(seconds)
 
     def ready(self) -> None:
-        """Programs compiled so far were compiled before the first request."""
+        """Called before the first request. Programs compiled so far will not be counted."""
         self._seen |= {counter: count() for counter, count in self._programs}
 
     def text(self) -> bytes:
@@ -92,7 +101,7 @@ class ServerMetrics:
         return generate_latest(self.registry)
 
     def refresh(self) -> None:
-        """Takes the counts that are kept elsewhere."""
+        """Updates the counters whose values are counted elsewhere."""
         for counter, count in self._programs:
             self._advance(counter, count())
 
@@ -102,11 +111,11 @@ class ServerMetrics:
 
 
 class EngineMetrics(ServerMetrics):
-    """The metrics of a model that generates."""
+    """The metrics of a model that generates text."""
 
     def __init__(self, model: str, engine: "Engine", number: int = 0):
         self.engine = engine
-        # Set by the front: what it compiles for log-probabilities of prompts counts too.
+        # Set by the front. The programs that score prompts are counted too.
         self.prompts: PromptScorer | None = None
         super().__init__(model, lambda: engine.stats.compilations + self._prompt_programs(), number)
         compilations = Counter(
@@ -128,8 +137,8 @@ class EngineMetrics(ServerMetrics):
         self.preemptions = self._counter(
             "num_preemptions", "Answers whose cache was given to others and computed again."
         )
-        # Of vLLM: the labels hold what there is to know, the value is when it was written. No label names the engine, so the first
-        # one has the series, for all of them.
+        # As in vLLM, the labels hold the information, and the value is the time. It has no label for the engine, so the first engine
+        # has the series for all engines.
         self._lora = None
         self.sharing: Sequence[Engine] = [engine]
         if engine.adapters is not None and number == 0:
@@ -145,8 +154,8 @@ class EngineMetrics(ServerMetrics):
         """Counts a request that the engine began.
 
         Args:
-            prompt: its prompt tokens.
-            reused: prompt tokens that were found in the prefix cache.
+            prompt: number of its prompt tokens.
+            reused: number of prompt tokens that were found in the prefix cache.
             queued: seconds that it waited.
         """
         self.began(prompt, queued)
@@ -181,7 +190,7 @@ class EngineMetrics(ServerMetrics):
 
 
 class AllMetrics(Collector):
-    """The metrics of several engines of one server, as one text: each name once, with the series of all of them."""
+    """The metrics of all engines of one server, as one text. Each name occurs once, with the series of all engines."""
 
     def __init__(self, members: Sequence[EngineMetrics]):
         self.members = members
@@ -190,12 +199,12 @@ class AllMetrics(Collector):
         members[0].sharing = [member.engine for member in members]
 
     def ready(self) -> None:
-        """As `Metrics.ready`."""
+        """As `ServerMetrics.ready`."""
         for member in self.members:
             member.ready()
 
     def text(self) -> bytes:
-        """As `Metrics.text`."""
+        """As `ServerMetrics.text`."""
         for member in self.members:
             member.refresh()
         return generate_latest(self)
@@ -223,7 +232,7 @@ class _Speculation:
         self._places = Counter(name, about, (*LABELS, "position"), registry=metrics.registry)
 
     def advance(self, speculation: "Speculation | None") -> None:
-        """Takes the engine's counts."""
+        """Updates the counters from the engine's counts."""
         if speculation is None:
             return
         counts = [(self._steps, speculation.rows), (self._drafted, speculation.drafted), (self._accepted, sum(speculation.accepted))]
@@ -233,10 +242,11 @@ class _Speculation:
 
 
 class EncoderMetrics(ServerMetrics):
-    """The metrics of an encoder; its answers are the vectors of texts.
+    """The metrics of an encoder. A text that gets its embedding counts as a completion.
 
     Args:
-        running, waiting: texts in the current forward pass, and those that have not begun.
+        running: returns the number of texts in the current forward pass.
+        waiting: returns the number of texts that wait.
     """
 
     def __init__(self, model: str, compiled: Callable[[], int], running: Callable[[], int], waiting: Callable[[], int]):

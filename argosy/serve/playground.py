@@ -1,4 +1,4 @@
-"""The playground and the dashboard at `/`, and what the page needs to know of the model: `/web/model`."""
+"""The playground and the dashboard at `/`, and the facts about the model that they fetch from `/web/model`."""
 
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ FOLDER = Path(__file__).parent / "web"
 
 
 def playground_routes(service: Service, keyed: bool) -> list[Route]:
-    """The routes of the page.
+    """The routes of the playground and the dashboard.
 
     Args:
-        keyed: the server has an API key.
+        keyed: whether the server has an API key.
     """
 
     async def model(request: Request) -> Response:
@@ -28,8 +28,8 @@ def playground_routes(service: Service, keyed: bool) -> list[Route]:
 
 
 def page_facts(service: Service) -> dict[str, Any]:
-    """The facts that the page needs of the model: whether it chats, its context in tokens, its sampling defaults, and how many of the
-    likeliest tokens it may ask for."""
+    """The facts about the model that the page needs: its name, whether it has a chat template, its context in tokens, its sampling
+    defaults, and the most likeliest tokens that a request may ask for."""
     return {
         "name": service.name,
         "chat": "default" in (getattr(service.lm.tokenizer, "chat_templates", None) or {}),

@@ -1,6 +1,7 @@
-"""The server as a process: its address, its readiness, and its end.
+"""Starts and ends a server: checks its settings, builds the service of a model, and serves until a signal.
 
-SIGTERM and Ctrl-C drain: new requests get 503, running ones finish within a limit. A second signal ends the process at once.
+SIGTERM and Ctrl-C drain the server: new requests get 503, and running ones finish within a time limit. A second signal ends the process
+at once.
 """
 
 import socket
@@ -31,16 +32,16 @@ from argosy.serve.service import Service
 from argosy.serve.settings import REASONING, ServeSettings
 from argosy.web.process import DrainingServer, SecondServer, bound_socket, check_open, is_for_loopback, server_config
 
-# Responses that are being written when the drain is over.
+# Seconds for responses that are still being written after the drain.
 LAST_BYTES_S = 5
 
 
 def check_server(settings: ServeSettings) -> None:
-    """Checks that strangers cannot use the server, and that there are devices for it, before the model is loaded.
+    """Checks, before the model is loaded, that the server is protected by keys where it must be, and that there are enough devices.
 
     Raises:
-        BadInput: the address is no loopback and there is no key; or a certificate without its key, or files that do not exist; or admin
-            routes without a key or a folder that exists; or more copies than devices.
+        BadInput: the server listens beyond the loopback without an API key, a TLS certificate lacks its key, a file does not exist,
+            admin routes have no key or their folder does not exist, or there are more copies than devices.
     """
     admin = settings.admin
     if (admin.port is not None or admin.shared) and not admin.key:
@@ -67,15 +68,18 @@ def _check_adapters(settings: ServeSettings) -> None:
 
 
 def admin_socket(settings: ServeSettings) -> socket.socket | None:
-    """A socket bound to the admin port; None if there is no admin port. Errors are those of `bound_socket`."""
+    """Binds a socket to the admin port; None if the settings have no admin port. Errors are those of `bound_socket`."""
     return None if settings.admin.port is None else bound_socket("127.0.0.1", settings.admin.port, "admin.port")
 
 
 def set_chat_template(lm: LM, name: str) -> None:
-    """Renders all conversations by this template, in place of those of the tokenizer.
+    """Replaces the chat templates of the model's tokenizer, in place.
+
+    Args:
+        name: a template file, or the name of one of the tokenizer's templates.
 
     Raises:
-        BadInput: there is no such template, or nothing that it could render for.
+        BadInput: there is no such template, the model is an encoder, or it has no tokenizer.
     """
     if embeds(lm):
         raise BadInput("chat_template: the model is an encoder", hint="leave it out")
@@ -88,9 +92,11 @@ def set_chat_template(lm: LM, name: str) -> None:
 def build_service(
     lm: LM, name: str, settings: ServeSettings, say: Say | None, draft: LM | None = None, programs: ProgramStore | None = None
 ) -> Service:
-    """The model with an engine whose programs are compiled, and its thread started.
+    """Builds the service of a model that generates text: compiles the programs of its engine, and starts the engine's thread.
 
     Args:
+        name: the model's name in the API.
+        say: called with the name of the program that is being compiled.
         draft: the draft model that `engine.speculative` names.
         programs: compiled programs of earlier starts.
 
@@ -118,10 +124,10 @@ def build_service(
 
 
 def build_encoder(lm: LM, name: str, settings: ServeSettings, say: Say | None) -> EncoderService:
-    """The encoder, its programs compiled, and its thread started.
+    """Builds the service of an encoder: compiles its programs, and starts its thread.
 
     Raises:
-        BadInput: the model embeds no texts, or its folder asks for a step that is not built.
+        BadInput: the model embeds no texts, its folder asks for a step that is not built, or settings do not apply to encoders.
     """
     if settings.copies > 1:
         raise BadInput(f"copies = {settings.copies}: copies of an encoder are not built", hint="a server for each device")
@@ -142,7 +148,8 @@ def build_encoder(lm: LM, name: str, settings: ServeSettings, say: Say | None) -
 def running_server(
     lm: LM, name: str, settings: ServeSettings, say: Say | None, draft: LM | None = None, programs: ProgramStore | None = None
 ) -> Service | EncoderService:
-    """The model as a service of its kind. Arguments and errors are those of `build_service` and `build_encoder`."""
+    """Builds the service of an encoder or of a model that generates text. Arguments and errors are those of `build_service` and
+    `build_encoder`."""
     if embeds(lm):
         return build_encoder(lm, name, settings, say)
     return build_service(lm, name, settings, say, draft, programs)
@@ -157,10 +164,12 @@ def serve_until(
     ready: Callable[[], object],
     admin: socket.socket | None = None,
 ) -> None:
-    """Answers until `stop()` is true, then drains. Calls `ready` as soon as the first request can be answered.
+    """Serves until `stop()` returns true, then drains and returns.
 
     Args:
-        admin: the socket of the admin routes.
+        listener: the bound socket of the API.
+        ready: called as soon as requests can be served.
+        admin: the bound socket of the admin routes; None: there is no admin port.
     """
     local = is_for_loopback(settings)
     routes = Admin(service, settings.admin) if isinstance(service, Service) and settings.admin.key else None

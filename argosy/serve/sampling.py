@@ -1,4 +1,4 @@
-"""From the fields of a request to the sampler's settings, and the defaults where a field is not given."""
+"""Converts the fields of a request to sampling settings. Fields that are not given take the model's defaults."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from argosy.infer.sampling.sample import Sampling
 from argosy.serve.openai.fields import GenerationFields
 from argosy.web.errors import ApiError, input_error
 
-# The fields of the sampler, and its name where that differs from the API's.
+# The fields of requests that set sampling settings. `OURS` has the setting's name where it differs.
 FIELDS = (
     *("temperature", "top_p", "top_k", "min_p", "typical_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -24,10 +24,13 @@ OF_THE_MODEL = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def default_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's own sampling settings. As in OpenAI's API and vLLM's, the temperature is 1 where it says nothing.
+    """The default sampling settings of a model, by its generation config. As in OpenAI's API and in vLLM, the default temperature is 1.
+
+    Args:
+        generation: the contents of generation_config.json.
 
     Raises:
-        BadInput: its generation config holds a value that no sampler can have.
+        BadInput: the generation config has an invalid value.
     """
     model_defaults = {name: generation[name] for name in OF_THE_MODEL if generation.get(name) is not None}
     try:
@@ -38,10 +41,13 @@ def default_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_sampling(fields: GenerationFields, defaults: Mapping[str, Any], tokenizer: Any) -> Sampling:
-    """The sampler's settings for a request.
+    """The sampling settings of a request.
+
+    Args:
+        defaults: the settings for fields that are not given.
 
     Raises:
-        ApiError: a value that the sampler refuses.
+        ApiError: a field has an invalid value.
     """
     settings = dict(defaults)
     for name in FIELDS:
@@ -59,7 +65,7 @@ def read_sampling(fields: GenerationFields, defaults: Mapping[str, Any], tokeniz
 
 
 def _converted(name: str, value: Any, tokenizer: Any) -> Any:
-    """A field's value as the sampler has it."""
+    """Converts the value of a request's field to that of the sampling setting."""
     if name == "top_k":
         # vLLM writes -1 for all.
         return max(value, 0)

@@ -1,4 +1,4 @@
-"""The parts that all routes share: the model, its engine thread, the limits; and the checks of requests that generate text."""
+"""The state that all routes share: the model, its engine's thread and the limits. Also the checks of requests that generate text."""
 
 import random
 import time
@@ -32,7 +32,7 @@ from argosy.serve.settings import Parser, ServerLimits
 from argosy.web.errors import ApiError, input_error, service_unavailable, shorten_for_echo, unknown_model
 
 MANY = "context_length_exceeded"
-# The version of weights that no update has named. vLLM's.
+# The version of the weights before an update names one, as in vLLM.
 UNNAMED = "default"
 
 
@@ -43,8 +43,12 @@ F = TypeVar("F", bound=Admission[Any, Any])
 class ServedModel(Generic[F]):
     """A served model of any kind.
 
+    lm: the model.
     name: its name in the API.
-    request_templates: requests may bring their own chat template.
+    front: admits requests to the thread that computes.
+    limits: the limits on requests.
+    request_templates: whether requests may bring their own chat template.
+    created: when it was loaded, in seconds since 1970.
     """
 
     lm: LM
@@ -56,7 +60,7 @@ class ServedModel(Generic[F]):
 
     @property
     def context(self) -> int:
-        """The longest sequence in tokens."""
+        """The most tokens of a sequence."""
         raise NotImplementedError
 
     @property
@@ -65,18 +69,18 @@ class ServedModel(Generic[F]):
         raise NotImplementedError
 
     def tokenized(self, text: str, special: bool) -> list[int]:
-        """Token ids of a text, for /tokenize.
+        """Returns the token ids of a text, for /tokenize.
 
         Args:
-            special: add the special tokens that the model expects around it.
+            special: whether to add the special tokens that the model expects around a text.
         """
         raise NotImplementedError
 
     def check_model(self, name: str | None) -> None:
-        """Checks the `model` of a request.
+        """Checks the field `model` of a request.
 
         Raises:
-            ApiError: this server has another model.
+            ApiError: this server has no model or adapter of this name.
         """
         if name is not None and name not in self.names:
             raise unknown_model(name, self.name)
@@ -93,7 +97,7 @@ class ServedModel(Generic[F]):
             requested: the template that came with the request, if any.
 
         Raises:
-            ApiError: there is none, or it came with the request and this server accepts none.
+            ApiError: the model has no template, or one came with the request and this server accepts none.
         """
         if requested is not None:
             if not self.request_templates:
@@ -108,10 +112,12 @@ class ServedModel(Generic[F]):
     def chat_prompt(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, fields: RenderFields
     ) -> list[int]:
-        """Token ids of a rendered conversation. Slow: templates are rendered in a separate process.
+        """Renders a conversation, and returns its token ids. Slow, because templates are rendered in a separate process.
 
         Args:
-            tools: passed to the template.
+            messages: chat messages as templates read them.
+            tools: the tools to pass to the template.
+            fields: the request's options for rendering.
 
         Raises:
             ApiError: there is no template, it refuses these messages, or it came with the request and this server accepts none.
@@ -141,12 +147,12 @@ class ServedModel(Generic[F]):
 class Service(ServedModel[Front | ReplicaFront]):
     """A model that generates text.
 
-    defaults: sampling settings where a request gives none.
-    seeds: source of random seeds where a request gives none.
-    reasoning: how thoughts are split off answers.
-    marks: special tokens that split them, as from `channels.marks_of`.
+    defaults: sampling settings for fields that a request does not give.
+    seeds: the generator of seeds for requests that give none.
+    reasoning: the parser that splits reasoning off completions.
+    marks: special tokens that divide a completion into channels, each with the character that it is decoded to (`channel_marks`).
     store: keeps responses of /v1/responses; None: nothing is kept.
-    weight_version: version of the weights, as an update over HTTP named it.
+    weight_version: the version of the weights, as an update over HTTP named it.
     """
 
     defaults: dict[str, Any]
@@ -158,7 +164,7 @@ class Service(ServedModel[Front | ReplicaFront]):
 
     @property
     def context(self) -> int:
-        """The longest sequence in tokens, prompt and answer."""
+        """The most tokens of a sequence, prompt and completion."""
         return self.front.engine.context
 
     @property
@@ -182,7 +188,7 @@ class Service(ServedModel[Front | ReplicaFront]):
         return [self.name, *(() if adapters is None else adapters.loaded)]
 
     def adapter_of(self, name: str | None) -> str | None:
-        """The adapter that a request's `model` names; None: the model alone."""
+        """The name of the adapter that a request's `model` names; None: the model alone."""
         return None if name in (None, self.name) else name
 
     def tokenized(self, text: str, special: bool) -> list[int]:
@@ -194,7 +200,7 @@ class Service(ServedModel[Front | ReplicaFront]):
         """Checks a request against the limits.
 
         Raises:
-            ApiError: another model, or more than the limits allow.
+            ApiError: the request names another model, or exceeds a limit.
         """
         self.check_model(fields.model)
         limits = self.limits
@@ -211,11 +217,18 @@ class Service(ServedModel[Front | ReplicaFront]):
             raise ApiError("stop strings need a tokenizer, and the model has none", param="stop")
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
-        """The token ids of a prompt. An empty one begins with the model's first token."""
+        """The token ids of a prompt. An empty prompt becomes one token: the beginning-of-sequence or end-of-sequence token, or 0.
+
+        Args:
+            bos: whether to put the beginning-of-sequence token in front, if the tokenizer adds one.
+
+        Raises:
+            ApiError: the model has no tokenizer, or the text cannot fit into the context.
+        """
         tokenizer = self.lm.tokenizer
         if tokenizer is None:
             raise ApiError("the model has no tokenizer: give token ids", param="prompt")
-        # No token is longer than this many characters, so a text that is cannot fit, and is not encoded.
+        # Tokens have at most `LONGEST_TOKEN` characters, so a longer text cannot fit, and is not encoded.
         if len(text) > self.context * LONGEST_TOKEN:
             raise ApiError(f"the prompt is longer than the context of {self.context} tokens", param="prompt", code=MANY)
         ids = self.lm.encode(text) if bos else tokenizer.encode(text)
@@ -224,13 +237,14 @@ class Service(ServedModel[Front | ReplicaFront]):
         return ids
 
     def requests(self, fields: GenerationFields, prompts: Sequence[list[int]], most: int | None) -> list[Request]:
-        """`n` requests of the engine for each prompt.
+        """Makes `n` engine requests for each prompt.
 
         Args:
-            most: limit on the tokens of an answer; None: up to the context; 0: no requests.
+            prompts: the token ids of each prompt.
+            most: the most tokens of a completion; None: as many as fit into the context; 0: no requests are made.
 
         Raises:
-            ApiError: the sampler does not support what is asked, or prompt and answer do not fit into the context.
+            ApiError: a sampling setting is invalid, or prompt and completion do not fit into the context or the limits.
         """
         if len(prompts) * fields.n > self.limits.answers:
             problem = f"{plural(len(prompts), 'prompt')} times n={fields.n} is more than {plural(self.limits.answers, 'answer')}"
@@ -255,7 +269,7 @@ class Service(ServedModel[Front | ReplicaFront]):
         top = fields.top or 0
         requests = []
         for ids in prompts if most != 0 else ():
-            # One seed gives one answer, wherever its prompt stands in the request.
+            # With a given seed, a completion does not depend on the index of its prompt in the request.
             seed = self.seeds.getrandbits(63) if fields.seed is None else fields.seed
             requests += [
                 Request(ids, most or self.context - len(ids), sampling, ends, seed, k, top, **options) for k in range(fields.n)
@@ -263,17 +277,17 @@ class Service(ServedModel[Front | ReplicaFront]):
         return requests
 
     def ends(self, fields: GenerationFields) -> frozenset[int]:
-        """The token ids that end an answer."""
+        """The token ids that end a completion."""
         return frozenset(fields.stop_token_ids) | (frozenset() if fields.ignore_eos else frozenset(self.lm.stops()))
 
     def choice(
         self, fields: GenerationFields, prompt: Sequence[int], *, begun: bool = False, marks: Mapping[int, str] | None = None
     ) -> CompletionChoice:
-        """An empty answer to a prompt.
+        """Returns an empty completion of a prompt, to which events are added.
 
         Args:
-            begun: its first token keeps its leading space whatever the prompt is, as a grammar takes it.
-            marks: texts of some special tokens, in place of nothing.
+            begun: whether the first token keeps its leading space whatever the prompt is, as grammars assume.
+            marks: texts that some special tokens are decoded to; other special tokens are decoded to nothing.
         """
         tokenizer = self.lm.tokenizer
         ending = StopConditions(
@@ -288,10 +302,10 @@ class Service(ServedModel[Front | ReplicaFront]):
         return CompletionChoice(tokenizer, prompt, ending, begun=begun)
 
     def grammar(self, request: StructureRequest) -> Grammar:
-        """Compiles what an answer must match. Slow.
+        """Compiles the structure that a completion must match. Slow.
 
         Raises:
-            ApiError: it is not supported, or takes too long.
+            ApiError: the structure is not supported, or compiling takes too long.
         """
         try:
             return self.lm.grammars().get(request.structure, seconds=self.limits.compile_seconds)

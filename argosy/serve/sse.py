@@ -16,14 +16,15 @@ DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(Response):
-    """A stream of JSON documents, one event each. An error after the first one is an event too, since the status is already sent.
+    """A stream of JSON objects, each sent as one server-sent event. An error after the first event is sent as an event too, because the
+    HTTP status has been sent already.
 
     Args:
-        events: closed when the client disconnects, or when time runs out because it does not read.
-        first: the first document, already taken, so that errors before it get their own HTTP status.
+        first: the first object. The caller takes it from `events`, so that errors before it get their own HTTP status.
+        events: yields the other objects. It is closed when the client disconnects, or when time runs out.
         seconds: time limit of the stream.
-        named: each event is named by the `type` of its document. Otherwise events have no name, and `[DONE]` follows the last one.
-        failure: makes the document for an error.
+        named: whether each event is named by the `type` of its object. If not, events have no name, and `[DONE]` follows the last.
+        failure: makes the object for an error.
     """
 
     media_type = "text/event-stream"
@@ -58,7 +59,7 @@ class EventStream(Response):
             return send({"type": "http.response.body", "body": body, "more_body": True})
 
         try:
-            # A client that does not read cannot be told that time ran out.
+            # A client that does not read gets no error when time runs out.
             with suppress(ClientDisconnect, TimeoutError):
                 await while_connected(receive, pump())
         finally:

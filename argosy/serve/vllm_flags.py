@@ -1,11 +1,11 @@
-"""The flags of `vllm serve`: our setting for each, or what to do instead.
+"""The flags of `vllm serve`, each with the setting of `argosy serve` that it stands for, or advice.
 
-Commands take the flags themselves (`cli.flags`). Written as settings, without dashes, they are answered with ours.
+Commands take these flags (`cli.flags`). If a flag is written as a setting, without dashes, the error names the right setting.
 """
 
 from collections.abc import Mapping, Sequence
 
-# vLLM's flag -> our setting.
+# vLLM's flag -> the setting of `argosy serve`.
 SETTINGS = {
     "--host": "host",
     "--port": "port",
@@ -45,7 +45,7 @@ SWITCHES = {
     "--enable-log-requests": ["log_requests=true"],
     "--enable-lora": ["engine.lora.enabled=true"],
     "--trust-request-chat-template": ["request_chat_template=true"],
-    # What these ask for is always so here.
+    # These ask for behavior that is always on here.
     "--disable-log-requests": [],
     "--no-enable-log-requests": [],
     "--enable-chunked-prefill": [],
@@ -133,9 +133,13 @@ ANSWERS = {
 def setting_answers(
     settings: Mapping[str, str], switches: Mapping[str, Sequence[str]], answers: Mapping[str, str], *groups: Mapping[str, object]
 ) -> dict[str, str]:
-    """What to answer where a flag is written as a setting, without its dashes: `max_model_len=4096`.
+    """The hints for flags that are written as settings, without their dashes, such as `max_model_len=4096`; by that name.
 
-    groups: flags whose values are translated one by one, -> what they set.
+    Args:
+        settings: flags with the setting that each stands for.
+        switches: flags without a value, each with the settings that it sets.
+        answers: other flags, each with its hint.
+        groups: mappings whose keys are flags that must be written with their dashes.
     """
     flag_answers: dict[str, str] = {}
     for flag, answer in answers.items():

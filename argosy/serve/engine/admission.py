@@ -1,6 +1,7 @@
-"""Admission of requests to a server: limits on waiting requests, the end of requests that take too long, and the drain before the
-server ends. `Computing` adds the thread that computes, for `front.Front` and `encoder.EncoderFront`; `replicas.ReplicaFront` has
-several of them.
+"""Admission of requests to a server: limits on waiting requests, time limits, and the drain before the server ends.
+
+`Computing` adds the thread that computes. `front.Front` and `encoder.EncoderFront` derive from it, and `replicas.ReplicaFront` has
+several such threads.
 """
 
 import asyncio
@@ -18,10 +19,10 @@ from argosy.web.errors import ApiError, service_unavailable
 
 
 class OpenRequests(Protocol):
-    """The engine requests that one request of a client has opened."""
+    """The engine requests of one client request."""
 
     def fail(self, error: ApiError) -> None:
-        """Ends it with this error."""
+        """Ends the client request with this error."""
         ...
 
 
@@ -32,7 +33,8 @@ M = TypeVar("M", bound=ServerMetrics | AllMetrics)
 class Admission(Generic[O, M]):
     """The requests that a server has admitted.
 
-    opened: the requests that have not ended.
+    draining: whether new requests are refused because the server is about to end.
+    opened: the client requests that have not ended.
     """
 
     def __init__(self, limits: ServerLimits, metrics: M):
@@ -43,16 +45,16 @@ class Admission(Generic[O, M]):
 
     @property
     def failed(self) -> bool:
-        """Whether an exception has stopped what computes."""
+        """Whether an exception has stopped the computing thread."""
         raise NotImplementedError
 
     @property
     def queue(self) -> tuple[int, int]:
-        """The sequences that have been admitted and have not begun, and their prompt tokens."""
+        """The number of sequences that have been admitted but have not begun, and of their prompt tokens."""
         raise NotImplementedError
 
     async def drain(self, seconds: float) -> None:
-        """Refuses new requests, and returns when those that run have ended; after `seconds` they are ended with an error."""
+        """Refuses new requests, and returns when all open ones have ended. After `seconds` it ends them with an error."""
         self.draining = True
         self._empty = asyncio.Event()
         if not self.opened:
@@ -64,10 +66,10 @@ class Admission(Generic[O, M]):
             request.fail(shutting_down())
 
     def _check(self, lengths: Sequence[int]) -> None:
-        """Checks that sequences of these lengths may wait.
+        """Checks that sequences of these lengths (prompt tokens) can be admitted.
 
         Raises:
-            ApiError: too many wait already, the server is shutting down, or what computes has stopped.
+            ApiError: too many wait already, the server is shutting down, or the computing thread has stopped.
         """
         if self.failed:
             raise engine_died_error()
@@ -80,13 +82,13 @@ class Admission(Generic[O, M]):
             raise service_unavailable("too many requests wait already, try again later", "queue_full")
 
     def _closed(self, request: O) -> None:
-        """A request has ended."""
+        """Removes a client request that has ended."""
         self.opened.discard(request)
         if self._empty is not None and not self.opened:
             self._empty.set()
 
     def end_all(self) -> None:
-        """Ends all requests with an error: what computes has stopped."""
+        """Ends all requests with an error, because the computing thread has stopped."""
         for request in list(self.opened):
             request.fail(engine_died_error())
 
@@ -94,8 +96,8 @@ class Admission(Generic[O, M]):
 class Computing(Admission[O, M]):
     """One thread that computes, and the requests admitted to it.
 
-    failure: the exception that stopped the thread.
-    waiting, waiting_tokens: see `queue`.
+    failure: the exception that stopped the thread; None: it runs.
+    waiting, waiting_tokens: the two numbers of `queue`.
     broken: called in the event loop after a failure.
     """
 
@@ -118,7 +120,7 @@ class Computing(Admission[O, M]):
         return self.waiting, self.waiting_tokens
 
     def start(self) -> None:
-        """Starts the thread. From now on nobody else may call the engine."""
+        """Starts the thread. From then on only this thread may call the engine."""
         self._thread.start()
 
     def close(self) -> None:
@@ -127,17 +129,18 @@ class Computing(Admission[O, M]):
         self._thread.join()
 
     def _work(self) -> None:
-        """The thread."""
+        """The function that the thread runs."""
         raise NotImplementedError
 
     def _failed(self, error: Exception) -> None:
-        """Ends all requests, now and later: the thread does not know its state. For its `except` block."""
+        """Ends all requests, and refuses later ones, because the state of the engine is unknown. Called in the thread's `except`
+        block."""
         traceback.print_exc(file=sys.stderr)
         self.failure = error
         self._tell(lambda: self.broken())
 
     def _tell(self, callback: Callable[[], Any]) -> None:
-        # The loop is closed if the server ends while a step is under way: nobody is left to hear of it.
+        # The loop is closed if the server ends during a step. The callback is then dropped.
         if self._loop is not None:
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(callback)

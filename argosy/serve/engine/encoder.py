@@ -1,8 +1,8 @@
-"""An encoder, served: one thread computes the vectors of texts, those of several clients in one forward pass.
+"""Serves an encoder: one thread computes the embeddings of texts, with texts of several clients in one forward pass.
 
-A text waits for the passes before it, never for company: an idle thread begins at once, and takes what has come meanwhile into the
-next pass. Clients take turns: the longest text of the client whose turn it is sets the length of a pass, and texts of any client
-that are as long or a little shorter fill it up. A client with a thousand texts so delays another one by a pass.
+An idle thread begins with the first text at once. Texts that arrive during a pass wait for the next one. Clients take turns: the
+longest text of the client whose turn it is sets the length of the pass, and other texts of at most this length, of any client, fill the
+pass. So a client with a thousand texts delays another client by one pass only.
 """
 
 import asyncio
@@ -28,17 +28,21 @@ from argosy.web.errors import ApiError, input_error
 # The shortest length that programs are compiled for, in tokens. A pass over a sentence of 20 tokens takes 24, and not 32 as in
 # `lm.embed`: 11.4 instead of 14.1 ms of CPU time for MiniLM.
 SHORTEST = 16
-# Between the numbers of texts of a pass: 1, 4, 16, 64. Powers of two would mean 30 programs to compile for MiniLM instead of 19.
+# The ratio between the numbers of texts that a pass may have: 1, 4, 16, 64. With a ratio of 2, MiniLM would have 30 programs, not 19.
 STEP = 4
 
 
 @dataclass(eq=False)
 class TextBatch:
-    """The texts of one request. The thread writes `left`, the event loop everything else.
+    """The texts of one request. The thread writes `left`, the event loop all other fields.
 
-    left: places of the texts that are in no pass yet, the longest last.
-    missing, missing_tokens: texts without a vector.
-    abandoned: nobody waits for them.
+    rows: the token ids of each text.
+    vectors: the pooled vectors, filled as they are computed.
+    result: the future that gets `vectors` once all are there.
+    left: indices of the texts that are in no pass yet, the longest last.
+    missing, missing_tokens: number of texts without a vector, and of their tokens.
+    arrived: when the request arrived, on the clock of `time.monotonic`.
+    abandoned: whether nobody waits for the vectors any more.
     """
 
     rows: Sequence[list[int]]
@@ -64,11 +68,11 @@ Place = tuple[TextBatch, int]
 
 
 class EncoderFront(Computing[TextBatch, EncoderMetrics]):
-    """The thread around an encoder.
+    """The thread that runs an encoder, and admission to it.
 
     Args:
-        budget: tokens of a forward pass, padding included. A text longer than that has a pass of its own.
-        name: the model's.
+        budget: tokens of a forward pass, padding included. A longer text has a pass of its own.
+        name: the name of the model.
     """
 
     def __init__(self, encoder: SentenceEncoder, budget: int, limits: ServerLimits, name: str):
@@ -80,14 +84,17 @@ class EncoderFront(Computing[TextBatch, EncoderMetrics]):
         super().__init__(limits, metrics)
 
     def says(self, say: Say | None) -> None:
-        """Sets the function that the encoder calls with the programs that it compiles, if that takes longer than a second."""
+        """Sets the function that is called with the name of a program that is being compiled, if that takes longer than a second."""
         self.engine.say = say
 
     async def vectors(self, rows: Sequence[list[int]]) -> Float[np.ndarray, "N D"]:
-        """The pooled vectors of these sequences. Texts that are in no pass yet when the caller is cancelled are not computed.
+        """Computes the pooled vectors of sequences. If the caller is cancelled, sequences that are in no pass yet are not computed.
+
+        Args:
+            rows: the token ids of each sequence.
 
         Raises:
-            ApiError: too many wait already, the time is up, the server shuts down, or the thread has stopped.
+            ApiError: too many texts wait already, time ran out, the server is shutting down, or the thread has stopped.
         """
         self._loop = asyncio.get_running_loop()
         self._check([len(row) for row in rows])
@@ -113,7 +120,7 @@ class EncoderFront(Computing[TextBatch, EncoderMetrics]):
             self._closed(texts)
 
     def _take(self, places: Sequence[Place], vectors: Float[np.ndarray, "N D"], start: float) -> None:
-        """Hands the vectors of a pass to those who wait for them."""
+        """Hands the vectors of a pass to the requests that wait for them. `start` is when the pass began."""
         for (texts, place), vector in zip(places, vectors, strict=True):
             if texts.abandoned:
                 continue
@@ -154,23 +161,29 @@ class EncoderFront(Computing[TextBatch, EncoderMetrics]):
 
 
 def next_pass(turns: Sequence[TextBatch], budget: int, context: int) -> tuple[list[Place], tuple[int, int]]:
-    """The texts of the next forward pass, and its shape in rows and tokens.
+    """Chooses the texts of the next forward pass. Returns them, and the shape of the pass in rows and tokens.
 
     Args:
-        turns: requests with texts left; the first has its turn.
-        budget: tokens of a pass. context: the longest text.
+        turns: the requests with texts left. It is the first one's turn.
+        budget: tokens of a pass, padding included.
+        context: tokens of the longest text.
     """
     first = (turns[0], turns[0].left[-1])
     length = min(length_bucket(len(first[0].rows[first[1]]), SHORTEST), context)
     fit = [(texts, place) for texts in turns for place in texts.left if len(texts.rows[place]) <= length]
-    # Stable: of equally long texts, those come first whose turn is earlier.
+    # The sort is stable: of equally long texts, those of earlier turns come first.
     fit.sort(key=lambda pair: (pair != first, -len(pair[0].rows[pair[1]])))
     rows = pass_rows(len(fit), budget // length)
     return fit[:rows], (rows, length)
 
 
 def pass_rows(texts: int, most: int) -> int:
-    """The rows of a pass: a size of which these texts fill more than half, or 1."""
+    """The number of rows of a pass: the largest one that these texts fill by more than half, or 1.
+
+    Args:
+        texts: number of texts that fit into the pass.
+        most: the most rows.
+    """
     rows = 1
     while rows * STEP <= most and texts > rows * STEP // 2:
         rows *= STEP
@@ -178,7 +191,7 @@ def pass_rows(texts: int, most: int) -> int:
 
 
 def pass_shapes(budget: int, context: int) -> Iterator[tuple[int, int]]:
-    """Every shape that `next_pass` gives."""
+    """Yields every shape that `next_pass` may return."""
     length = 0
     while length < context:
         length = min(length_bucket(length + 1, SHORTEST), context)
@@ -190,11 +203,11 @@ def pass_shapes(budget: int, context: int) -> Iterator[tuple[int, int]]:
 
 @dataclass
 class EncoderService(ServedModel[EncoderFront]):
-    """An encoder: its texts become vectors."""
+    """A served encoder."""
 
     @property
     def context(self) -> int:
-        """The longest text in tokens, [CLS] and [SEP] included."""
+        """The most tokens of a text, including [CLS] and [SEP]."""
         return self.front.engine.context
 
     @property
@@ -208,7 +221,7 @@ class EncoderService(ServedModel[EncoderFront]):
             raise input_error(error, "prompt") from None
 
     def prompt(self, name: str | None) -> str:
-        """The prompt of this name; None: that of texts for which none is named.
+        """The prompt with this name; None: the default prompt.
 
         Raises:
             ApiError: the model has no such prompt.
@@ -221,16 +234,16 @@ class EncoderService(ServedModel[EncoderFront]):
     def rows(
         self, texts: Sequence[Prompt], most: int | None, param: str, *, special: bool = True, prompt_name: str | None = None
     ) -> list[list[int]]:
-        """The ids of texts. Slow.
+        """Returns the token ids of texts. Slow.
 
         Args:
-            most: cuts texts to so many tokens; -1: to the context; None: longer ones are an error.
-            param: the field that they came in, for errors.
-            special: puts the model's special tokens around texts.
-            prompt_name: names the prompt that is put before texts; None: the default one.
+            most: truncates texts to this many tokens; -1: to the context; None: longer texts are an error.
+            param: the field that the texts came in, for errors.
+            special: whether to put the model's special tokens around texts.
+            prompt_name: the name of the prompt to put before texts; None: the default prompt.
 
         Raises:
-            ApiError: no text, too many, one that is too long, ids that are no tokens, or no such prompt.
+            ApiError: there are no texts or too many, one is too long or has ids outside the vocabulary, or there is no such prompt.
         """
         if not texts:
             raise ApiError(f"`{param}` is empty", param=param)

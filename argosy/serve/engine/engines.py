@@ -1,4 +1,4 @@
-"""The engines of a server: one for each copy of the model, their programs compiled, behind a front."""
+"""Builds the engines of a server, one for each copy of the model, compiles their programs, and puts a front before them."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +21,8 @@ from argosy.serve.settings import ServeSettings
 def build_front(
     lm: LM, name: str, settings: ServeSettings, say: Say | None, draft: LM | None = None, programs: ProgramStore | None = None
 ) -> Front | ReplicaFront:
-    """The front of a model, its threads started. Arguments and errors are those of `serve.run.build_service`."""
+    """Builds the front of a model, with its programs compiled and its threads started. Arguments and errors are those of
+    `serve.run.build_service`."""
     engines = build_engines(lm, settings, say, draft)
     fronts = [Front(engine, settings.limits, EngineMetrics(name, engine, i)) for i, engine in enumerate(engines)]
     _compile_all(fronts, settings, programs)
@@ -33,7 +34,7 @@ def build_front(
 
 
 def build_engines(lm: LM, settings: ServeSettings, say: Say | None, draft: LM | None = None) -> list[Engine]:
-    """The engine of each copy, with the adapters of the settings."""
+    """Builds an engine for each copy of the model, and loads the adapters of the settings."""
     count, engine_settings = settings.copies, settings.engine
     modules = model_copies(lm.module, count)
     drafts = [None] * count if draft is None else model_copies(draft.module, count)
@@ -41,7 +42,7 @@ def build_engines(lm: LM, settings: ServeSettings, say: Say | None, draft: LM | 
     for module, draft_copy in zip(modules, drafts, strict=True):
         engine = Engine(module, engine_settings, say=say, exclusive=True, draft=draft_copy, copies=count, origin=lm.origin)
         if jax.default_backend() == "cpu":
-            # Less memory is free once a copy has its cache, but the next one is to have as much.
+            # All copies get as many pages as the first, although its cache leaves less memory free.
             engine_settings = engine_settings.model_copy(update={"pages": engine.pages.count, "memory": None})
         for adapter, folder in settings.lora_modules.items():
             engine.load_adapter(adapter, folder)
@@ -50,8 +51,8 @@ def build_engines(lm: LM, settings: ServeSettings, say: Say | None, draft: LM | 
 
 
 def _compile_all(fronts: Sequence[Front], settings: ServeSettings, programs: ProgramStore | None) -> None:
-    """Compiles the programs of all copies, in parallel. On GPUs the first copy goes ahead: the others then find its programs in JAX's
-    persistent cache. On CPUs and TPUs that cache has an entry for each device, and nothing to share."""
+    """Compiles the programs of all copies in parallel. On GPUs the first copy compiles alone, and the others then find its programs in
+    JAX's persistent cache. On CPUs and TPUs this cache has separate entries for each device, so nothing is shared."""
     ahead = 1 if len(fronts) == 1 or jax.default_backend() == "gpu" else 0
     for front in fronts[:ahead]:
         _compile(front, settings, programs)

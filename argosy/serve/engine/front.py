@@ -1,21 +1,22 @@
-"""The front of the engine: one thread owns the engine and steps it, coroutines open requests and await their tokens.
+"""The front of an engine: one thread owns the engine and steps it, and coroutines open requests and await their tokens.
 
     async with front.open(requests) as answers:
         async for place, event in answers:
-            ...                                 # place: which of the requests
+            ...                                 # place: the index of the request
 
-The thread sleeps while there is nothing to do. Everything it is told to do runs between two steps, so a request that is left is
-aborted before the next one, and its pages are free by then. A step reports to the event loop once, however many tokens it made.
-A reader that is slow delays nobody: its events wait in a queue, which the context of the model bounds.
+The thread sleeps while there is nothing to do. It runs tasks of the event loop between two steps. So a request whose context is left is
+aborted, and its pages are freed, before the next step. Each step reports to the event loop once, however many tokens it sampled. A slow
+reader delays nobody: its events wait in a queue, whose length the context of the model bounds.
 
 Log-probabilities of prompts (`open(requests, prompts)`, then `await answers.scored()`) are computed between two steps, one pass at a
-time, so running answers wait for one pass at most. A long prompt takes several passes (`infer.prompt_logprobs`).
+time, so running completions wait for one pass at most. A long prompt takes several passes (`infer.prompt_logprobs`).
 
-A search asks for more requests once those it has have ended (`open(requests, goes_on=True)`, then `await answers.more(requests)`).
-It counts as one request from its first step to its last: a drain waits for it, and so does a pause that lets requests finish.
+A beam search opens further requests once its earlier ones have ended (`open(requests, goes_on=True)`, then
+`await answers.more(requests)`). It counts as one request from its first step to its last. So a drain waits for it, and so does a pause
+that lets requests finish.
 
-While the front is paused, the engine makes no step; requests may come and go, and wait. `call` runs anything else in the thread,
-between two steps: new weights, adapters.
+While the front is paused, the engine makes no step. Requests may be opened and closed meanwhile, and wait. `call` runs other functions
+in the thread between two steps, such as those that replace weights or load adapters.
 """
 
 import asyncio
@@ -45,10 +46,10 @@ PauseMode = Literal["abort", "wait", "keep"]
 
 
 class Front(Computing[EventStreams, EngineMetrics]):
-    """The thread around an engine, and admission to it.
+    """The thread that runs an engine, and admission to it.
 
     Args:
-        metrics: updated as tokens come.
+        metrics: the metrics to update.
     """
 
     def __init__(self, engine: Engine, limits: ServerLimits, metrics: EngineMetrics):
@@ -59,14 +60,14 @@ class Front(Computing[EventStreams, EngineMetrics]):
         # Rows that have begun and have not ended.
         self.running = 0
         self._rows: dict[int, RequestRow] = {}
-        # Prompts to be scored, first come first served: whose, which of them, and its ids.
+        # Prompts to be scored, in the order of arrival: the request, the prompt's index in the request, and its ids.
         self._unscored: list[tuple[EventStreams, int, Sequence[int]]] = []
         self._scores: dict[EventStreams, dict[int, PromptScores]] = {}
-        # The thread's own. holding: new requests wait outside of the engine, because a pause lets only earlier ones finish.
+        # Only the thread uses these. While holding, new requests wait in `_held`, because a pause lets only earlier ones finish.
         self._paused, self._holding = False, False
         self._held: list[EventStreams] = []
         self._emptied: Future[None] | None = None
-        # Searches that may ask for more.
+        # Beam searches that may open further requests.
         self._searches: set[EventStreams] = set()
 
     # ---------------------------------------------------------------- the event loop's side
@@ -78,15 +79,15 @@ class Front(Computing[EventStreams, EngineMetrics]):
 
     @property
     def load(self) -> int:
-        """The load of this engine, as vLLM weighs it: a waiting sequence counts as four running ones."""
+        """The load of this engine. As in vLLM, a waiting sequence counts as four running ones."""
         return 4 * self.waiting + self.running
 
     def described(self) -> str:
-        """The size of the cache, in words."""
+        """Describes the size of the cache as text."""
         return self.engine.runner.describe_cache()
 
     def says(self, say: Say | None) -> None:
-        """Sets the function that the engine calls with the programs that it compiles, if that takes longer than a second."""
+        """Sets the function that is called with the name of a program that is being compiled, if that takes longer than a second."""
         self.engine.say = say
 
     @asynccontextmanager
@@ -100,17 +101,17 @@ class Front(Computing[EventStreams, EngineMetrics]):
         *,
         goes_on: bool = False,
     ) -> AsyncIterator[EventStreams]:
-        """Hands requests to the engine: all of them, or none. Leaving the context aborts those that have not ended.
+        """Hands all requests to the engine, or none of them. Leaving the context aborts those that have not ended.
 
         Args:
-            prompts: token ids to be scored, at most `self.prompts.longest` of each.
-            names: what `abort` may call these requests.
+            prompts: prompts to be scored, each with at most `self.prompts.longest` token ids.
+            names: the ids by which `abort` may name these requests.
             adapter: the name of the adapter under which the prompts are scored; None: the model alone.
-            part: if other fronts answer the others.
-            goes_on: whether `Answers.more` will be called.
+            part: describes which part of a client's requests these are, if other fronts run the rest; None: these are all.
+            goes_on: whether `EventStreams.more` will be called.
 
         Raises:
-            ApiError: the engine refuses one of them, too many wait already, the server is shutting down, or the engine has died.
+            ApiError: the engine refuses a request, too many wait already, the server is shutting down, or the engine has died.
         """
         self._loop = asyncio.get_running_loop()
         scoring, tokens = len(prompts), sum(map(len, prompts))
@@ -141,7 +142,7 @@ class Front(Computing[EventStreams, EngineMetrics]):
             self._closed(answers)
 
     async def admit(self, answers: EventStreams) -> None:
-        """Hands the rows of these answers to the engine: all of them, or none.
+        """Hands all rows of `answers` to the engine, or none of them.
 
         Raises:
             ApiError: the engine refuses one of them, or has died.
@@ -162,8 +163,8 @@ class Front(Computing[EventStreams, EngineMetrics]):
             raise input_error(error) from None
 
     def end(self, row: RequestRow, reason: str) -> None:
-        """Ends a row early: the engine forgets it before its next step."""
-        # First, so that the thread does not hand over a row that was held.
+        """Ends a row early. The engine drops it before its next step."""
+        # The row is finished first, so that the thread does not add it to the engine if it is held.
         self._finish(row, reason, time.monotonic())
         self._tasks.put(lambda: self._abort(row))
 
@@ -185,7 +186,7 @@ class Front(Computing[EventStreams, EngineMetrics]):
                 future.set_exception(error)
 
         self._tasks.put(task)
-        # A caller that goes away does not stop it.
+        # `work` runs even if the caller is cancelled.
         return await asyncio.shield(asyncio.wrap_future(future))
 
     async def together(self, work: Callable[[Sequence[Engine]], R]) -> R:
@@ -193,8 +194,8 @@ class Front(Computing[EventStreams, EngineMetrics]):
         return await self.call(lambda engine: work([engine]))
 
     def park(self, released: threading.Event) -> "Future[None]":
-        """Stops the thread between two steps until `released` is set. The future completes when the thread has stopped; or it fails
-        because the engine has died.
+        """Stops the thread between two steps until `released` is set. The returned future completes when the thread has stopped, and
+        fails if the engine has died.
         """
         parked: Future[None] = Future()
 
@@ -211,13 +212,13 @@ class Front(Computing[EventStreams, EngineMetrics]):
         return parked
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stops after the current step, until `resume`. Requests that come meanwhile wait.
+        """Stops the engine after the current step, until `resume`. Requests that arrive meanwhile wait.
 
         Args:
-            mode: what happens to those that wait and run: `abort` ends them, `wait` lets them finish first, `keep` lets them wait.
+            mode: the treatment of open requests: `abort` ends them, `wait` lets them finish first, `keep` keeps them waiting.
 
         Raises:
-            ApiError: the engine has died, or `resume` came before those that run had finished.
+            ApiError: the engine has died, or `resume` was called before the running requests had finished.
         """
         if mode == "abort":
             self.abort()
@@ -238,14 +239,14 @@ class Front(Computing[EventStreams, EngineMetrics]):
         return self._paused
 
     def abort(self, names: Collection[str] | None = None) -> int:
-        """Ends the requests of these names, or all; their readers get what there is so far. Returns their number."""
+        """Ends the client requests with these names; None: all. Their clients get the tokens so far. Returns the number of requests."""
         requests = [request for request in self.opened if names is None or not set(names).isdisjoint(request.names)]
         for request in requests:
             request.abort()
         return len(requests)
 
     def _take(self, news: StepNews) -> None:
-        """Hands what a step made to its readers."""
+        """Hands the events of a step to the readers of the requests, in the event loop."""
         for row, reused in news.began:
             if row.began is None and not row.done:
                 row.reused = reused
@@ -257,7 +258,7 @@ class Front(Computing[EventStreams, EngineMetrics]):
             if event.token is not None:
                 row.sampled += 1
                 self.metrics.generated_tokens.inc()
-                # Speculation and `engine.steps` bring several tokens at once: as in vLLM, only the first of them counts.
+                # Speculation and `engine.steps` return several tokens at once. As in vLLM, only the first of them is timed.
                 if row.last != news.now:
                     since = self.metrics.first_token if row.last is None else self.metrics.between
                     since.observe(news.now - (row.answers.arrived if row.last is None else row.last))
@@ -267,7 +268,7 @@ class Front(Computing[EventStreams, EngineMetrics]):
             row.answers.news.put_nowait((row.place, event))
 
     def _begin(self, row: RequestRow, now: float) -> None:
-        """The row no longer waits."""
+        """Counts a row as running, no longer as waiting."""
         row.began = now
         self.running += 1
         self.waiting -= 1
@@ -301,7 +302,7 @@ class Front(Computing[EventStreams, EngineMetrics]):
                 self._failed(error)
 
     def _rests(self) -> bool:
-        """Whether there is no step to make."""
+        """Whether the thread has no step to make. Completes a pause that waited for requests to finish."""
         idle = self.failure is not None or not (self.engine.busy or self._unscored)
         if self._emptied is not None and idle and not self._searches:
             self._paused = True
@@ -310,7 +311,8 @@ class Front(Computing[EventStreams, EngineMetrics]):
         return idle or self._paused
 
     def _pause(self, waits: bool) -> "Future[None] | None":
-        """Pauses; or, if it waits for those that run, returns what is set once it is paused."""
+        """Pauses at once and returns None. If `waits`, returns a future that completes once running requests have finished and the
+        front is paused."""
         if not waits or self._paused:
             self._paused = True
             return None
@@ -337,7 +339,7 @@ class Front(Computing[EventStreams, EngineMetrics]):
         try:
             if self.failure is not None:
                 raise engine_died_error()
-            # A search that has begun is finished first, as other requests are.
+            # A beam search that has begun is finished before the pause, as other requests are.
             if self._holding and not answers.entered:
                 self._held.append(answers)
             else:
@@ -348,7 +350,7 @@ class Front(Computing[EventStreams, EngineMetrics]):
             added.set_result(None)
 
     def _enter(self, answers: EventStreams) -> None:
-        """Gives the engine the rows that have not been left, all or none."""
+        """Adds all rows that have not ended to the engine, or none of them if it refuses one."""
         done: list[RequestRow] = []
         try:
             for row in answers.rows:
@@ -368,7 +370,7 @@ class Front(Computing[EventStreams, EngineMetrics]):
 
     def _await_scores(self, answers: EventStreams) -> None:
         if (adapters := self.engine.adapters) is not None and answers.adapter is not None:
-            # It keeps its place until all prompts are scored, whatever is unloaded or replaced meanwhile.
+            # The adapter keeps its place in the bank until all prompts are scored, even if it is unloaded or replaced meanwhile.
             answers.under = adapters.get(answers.adapter)
             adapters.use(answers.under)
         self._scores[answers] = {}
@@ -381,7 +383,7 @@ class Front(Computing[EventStreams, EngineMetrics]):
         self._hand_over(answers)
 
     def _score(self) -> None:
-        """One pass over the prompts that have waited longest."""
+        """Runs one pass over the prompts that have waited longest."""
         waiting = self._unscored
         places = self.prompts.batch([ids for _, _, ids in waiting], [answers.under for answers, _, _ in waiting])
         batch = [waiting[i] for i in places]
@@ -389,7 +391,7 @@ class Front(Computing[EventStreams, EngineMetrics]):
         try:
             scores = self.prompts.score([ids for _, _, ids in batch], batch[0][0].under)
         except Exception:
-            # Only these readers lose by it: the state of the engine is not touched.
+            # Only these requests fail, because the state of the engine is not changed.
             traceback.print_exc(file=sys.stderr)
             for answers in readers:
                 self._leave(answers)
@@ -404,7 +406,7 @@ class Front(Computing[EventStreams, EngineMetrics]):
             self._hand_over(answers)
 
     def _hand_over(self, answers: EventStreams) -> None:
-        """Gives a reader the scores of its prompts, if they are complete."""
+        """Hands a request the scores of its prompts, if all are there."""
         scores_by_place = self._scores[answers]
         if len(scores_by_place) == len(answers.prompts):
             self._end_scores(answers)
@@ -412,7 +414,7 @@ class Front(Computing[EventStreams, EngineMetrics]):
             self._tell(lambda: None if answers.scores.done() else answers.scores.set_result(scores))
 
     def _leave(self, answers: EventStreams) -> None:
-        """Forgets the prompts and the search of a reader that is gone."""
+        """Drops the prompts and the beam search of a client request that has ended."""
         self._searches.discard(answers)
         self._held = [reader for reader in self._held if reader is not answers]
         self._unscored = [entry for entry in self._unscored if entry[0] is not answers]

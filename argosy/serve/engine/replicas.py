@@ -1,12 +1,13 @@
-"""Several copies of a model behind one server (data-parallel serving): a front for each, and one that chooses between them.
+"""Several copies of a model behind one server (data-parallel serving): a front for each copy, and one that distributes requests over
+them.
 
-A request goes to the copy that is least busy, as in vLLM: a waiting sequence counts as four that run. A copy that is hardly busier
-(`SLACK`) gets it if its prefix cache has more of the prompt, so a conversation finds its earlier turns; between equals they take turns.
-All answers to one prompt stay on one copy, because they share its pages. The prompts of one request are spread, for each is as much
-work as a request of its own.
+A request goes to the least busy copy, where a waiting sequence counts as four running ones, as in vLLM. A copy that is at most `SLACK`
+busier gets the request if its prefix cache has more of the prompt, so a conversation finds its earlier turns. Equal copies take turns.
+All completions of one prompt run on one copy, because they share the prompt's pages. The prompts of one request are distributed
+separately.
 
-What changes the copies happens on all of them between two steps, while none computes, or on none: weights, adapters. If one copy
-fails, the server answers nothing any more: half of a server would hide that the other half is gone.
+New weights and adapters are applied to all copies between two steps, while none computes, or to none. If one copy fails, the server
+refuses all requests, because a server that works in part would hide the failure.
 """
 
 import asyncio
@@ -29,18 +30,19 @@ from argosy.serve.settings import ServerLimits
 from argosy.web.errors import ApiError
 
 R = TypeVar("R")
-# How much busier than the least busy copy the one with the longest cached prefix may be: one waiting sequence. Over two copies with 8
-# clients in conversations, 66 % of the prompt tokens are found in a cache; with ties alone decided by prefix 47 %, by turns 50 %.
+# How much busier than the least busy copy the one with the longest cached prefix may be: one waiting sequence. With two copies and 8
+# clients in conversations, 66 % of the prompt tokens are found in a cache. If the prefix decided only between equally busy copies, it
+# would be 47 %, and 50 % if copies took turns.
 SLACK = 4
-# Tokens of prompts whose hashing takes less time than handing it to a thread.
+# Up to this many prompt tokens, hashing takes less time than handing it to a thread.
 FEW_TOKENS = 4096
 
 
 @dataclass(eq=False)
 class RequestGroup:
-    """One prompt of a request. Its completions, and its log-probabilities if they are requested, come from one copy.
+    """One prompt of a client request. Its completions, and its log-probabilities if they are requested, are computed by one copy.
 
-    places: indices of its completions among those of the request.
+    places: indices of its completions among those of the client request.
     scored: indices of the prompt among the prompts to score.
     """
 
@@ -49,16 +51,17 @@ class RequestGroup:
 
     @property
     def load(self) -> int:
-        """The load that it adds to a copy."""
+        """The load that the prompt adds to a copy."""
         return 4 * (len(self.places) + len(self.scored))
 
 
 class RequestParts:
-    """The replies to one request from several copies of the model, with the methods of `EventStreams`.
+    """The events of one client request from several copies of the model, with the methods of `EventStreams`.
 
     Args:
         parts: the streams of each copy.
         scored: the indices of the prompts that each copy scores.
+        news: the queue that all streams put their events into.
     """
 
     def __init__(self, parts: Sequence[EventStreams], scored: Sequence[Sequence[int]], news: Arrivals):
@@ -109,7 +112,8 @@ class RequestParts:
 
 
 class ReplicaPrompts:
-    """The programs that score prompts, of all copies: which copy scores a prompt is not known when they are compiled."""
+    """The prompt scorers of all copies. Programs are compiled for all of them, because it is not known yet which copy will score a
+    prompt."""
 
     def __init__(self, each: Sequence[PromptScorer]):
         self.each, self.longest = each, min(scorer.longest for scorer in each)
@@ -119,32 +123,32 @@ class ReplicaPrompts:
         return {size for scorer in self.each for size in scorer.missing(prompts)}
 
     def compile(self, sizes: Iterable[tuple[int, int]]) -> int:
-        """Compiles programs of these sizes on all copies. Returns their number."""
+        """Compiles programs of these sizes on all copies. Returns how many were compiled."""
         sizes = list(sizes)
         return sum(scorer.compile(sizes) for scorer in self.each)
 
     def forget(self) -> None:
-        """As `Prompts.forget`."""
+        """As `PromptScorer.forget`, for all prompts on all copies."""
         for scorer in self.each:
             scorer.forget()
 
 
 class ReplicaFront(Admission["Answers | Spread", AllMetrics]):
-    """The fronts of the copies, as one. Limits count the sums over all of them."""
+    """The fronts of all copies, with the interface of one front. Limits apply to the sums over all copies."""
 
     def __init__(self, fronts: Sequence[Front], limits: ServerLimits):
         super().__init__(limits, AllMetrics([front.metrics for front in fronts]))
         self.fronts = fronts
         self.prompts = ReplicaPrompts([front.prompts for front in fronts])
         self._turn = 0
-        # Two that wait for all copies at the same time would wait for each other.
+        # Two calls of `together` at the same time would block each other.
         self._alone = asyncio.Lock()
         for front in fronts:
             front.broken = self.end_all
 
     @property
     def engine(self) -> Engine:
-        """The engine of the first copy; its model, context and adapters are those of all."""
+        """The engine of the first copy. All copies have the same context and adapters, and equal models."""
         return self.fronts[0].engine
 
     @property
@@ -161,7 +165,7 @@ class ReplicaFront(Admission["Answers | Spread", AllMetrics]):
         return sum(waiting), sum(tokens)
 
     def described(self) -> str:
-        """The size of the caches, in words."""
+        """Describes the sizes of the caches as text."""
         each = [front.described() for front in self.fronts]
         same = f"{len(each)} copies with {each[0]} each"
         return same if len(set(each)) == 1 else "; ".join(f"copy {i}: {size}" for i, size in enumerate(each))
@@ -205,9 +209,7 @@ class ReplicaFront(Admission["Answers | Spread", AllMetrics]):
         *,
         goes_on: bool = False,
     ) -> AsyncIterator[EventStreams | RequestParts]:
-        """Distributes requests over the copies; arguments and errors are those of `Front.open`. A request that continues another stays
-        on its copy.
-        """
+        """Distributes requests over the copies. Arguments and errors are those of `Front.open`. With `goes_on`, all run on one copy."""
         self._check([*(len(r.tokens) for r in requests), *map(len, prompts)])
         shares = self._shares(requests, prompts, await self._hashes(requests), whole=goes_on)
         async with AsyncExitStack() as stack:
@@ -230,13 +232,13 @@ class ReplicaFront(Admission["Answers | Spread", AllMetrics]):
     def _shares(
         self, requests: Sequence[Request], prompts: Sequence[Sequence[int]], hashes: Mapping[int, Sequence[bytes]], *, whole: bool
     ) -> dict[Front, list[RequestGroup]]:
-        """The prompts that each copy gets.
+        """Chooses a copy for each prompt. Returns the prompts of each copy.
 
         Args:
-            hashes: as `_hashes` gives them.
-            whole: one copy gets all of them.
+            hashes: the page hashes of each prompt, as `_hashes` returns them.
+            whole: whether one copy gets all prompts.
         """
-        # The answers to one prompt, and its log-probabilities, share the list of its ids.
+        # The requests for completions of one prompt, and for its log-probabilities, share the list object of its ids.
         units: dict[int, RequestGroup] = {}
         for place, request in enumerate(requests):
             units.setdefault(0 if whole else id(request.tokens), RequestGroup()).places.append(place)
@@ -251,19 +253,24 @@ class ReplicaFront(Admission["Answers | Spread", AllMetrics]):
         return shares
 
     async def _hashes(self, requests: Sequence[Request]) -> dict[int, list[bytes]]:
-        """As `_page_hashes`; in a thread if there are many, because 50,000 tokens would take the event loop 12 ms."""
+        """As `_page_hashes`, but in a thread if there are many tokens, because 50,000 would block the event loop for 12 ms."""
         if sum(len(tokens) for tokens in {id(request.tokens): request.tokens for request in requests}.values()) <= FEW_TOKENS:
             return self._page_hashes(requests)
         return await asyncio.get_running_loop().run_in_executor(None, self._page_hashes, requests)
 
     def _page_hashes(self, requests: Sequence[Request]) -> dict[int, list[bytes]]:
-        """The hashes of the pages of each prompt, by the identity of its list of ids."""
+        """The page hashes of each prompt, by the `id` of its list of token ids."""
         page, prompts = self.engine.settings.page, {id(request.tokens): request for request in requests}
         # The last token of a prompt is computed in any case.
         return {key: page_hashes(request.tokens[:-1], page, self.engine.page_key(request)) for key, request in prompts.items()}
 
     def _choose_copy(self, loads: Sequence[int], hashes: Sequence[bytes]) -> int:
-        """The copy for a prompt with these pages."""
+        """Chooses the copy for a prompt. Returns its index.
+
+        Args:
+            loads: the load of each copy.
+            hashes: the page hashes of the prompt.
+        """
         least, count = min(loads), len(loads)
         order = [(self._turn + i) % count for i in range(count)]
         near = [number for number in order if loads[number] <= least + SLACK]
@@ -274,7 +281,8 @@ class ReplicaFront(Admission["Answers | Spread", AllMetrics]):
         return copy_number
 
     def _with_longest_prefix(self, numbers: list[int], hashes: Sequence[bytes]) -> list[int]:
-        """The copies whose prefix cache has most of a prompt. The threads change the caches meanwhile, so it is a hint."""
+        """Those of the copies `numbers` whose prefix cache has the longest prefix of a prompt. The threads change the caches meanwhile,
+        so the result may be outdated."""
         for page_hash in hashes:
             having = [number for number in numbers if self.fronts[number].engine.pages.has(page_hash)]
             if not having:
@@ -292,10 +300,10 @@ class ReplicaFront(Admission["Answers | Spread", AllMetrics]):
     # ---------------------------------------------------------------- all copies, or none
 
     async def together(self, work: Callable[[Sequence[Engine]], R]) -> R:
-        """Calls something with the engines while no thread makes a step.
+        """Calls `work` with the engines while no thread makes a step. Errors of `work` are passed on.
 
         Raises:
-            ApiError: an engine has died. Whatever `work` raises.
+            ApiError: an engine has died.
         """
 
         async def all_parked() -> R:
@@ -308,7 +316,7 @@ class ReplicaFront(Admission["Answers | Spread", AllMetrics]):
                 finally:
                     released.set()
 
-        # A caller that goes away does not stop it.
+        # `work` runs even if the caller is cancelled.
         return await asyncio.shield(asyncio.create_task(all_parked()))
 
     async def pause(self, mode: PauseMode) -> None:
