@@ -76,7 +76,7 @@ def set_chat_template(lm: LM, name: str) -> None:
     """Replaces the chat templates of the model's tokenizer, in place.
 
     Args:
-        name: a template file, or the name of one of the tokenizer's templates.
+        name: the name of one of the tokenizer's templates or of a published one, or the path of a Jinja file.
 
     Raises:
         BadInput: there is no such template, the model is an encoder, or it has no tokenizer.

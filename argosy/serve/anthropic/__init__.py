@@ -1,1 +1,1 @@
-"""Anthropic's API: /v1/messages, as a translation to chats and back."""
+"""Anthropic's API: /v1/messages, translated to chat requests and back."""

@@ -18,10 +18,10 @@ OF_ROLE = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "t
 
 
 def chat_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Chat messages. Each tool result becomes a message of its own, before the text of the same message.
+    """Converts messages to chat messages. Each tool result becomes a separate message, before the text of the same message.
 
     Raises:
-        ApiError: an unsupported role or block, or an unknown field.
+        ApiError: a role or block is unsupported, or a field is unknown.
     """
     turns: list[dict[str, Any]] = []
     for i, message in enumerate(messages):
@@ -49,16 +49,20 @@ def chat_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def content_text(content: Any, where: str) -> str:
-    """The text of a content.
+    """The text of a message's content. Text blocks are joined by line breaks.
 
     Raises:
-        ApiError: it has blocks other than text.
+        ApiError: the content has other blocks.
     """
     return "\n".join(block["text"] for block in _blocks(content, where, ("text",)))
 
 
 def _blocks(content: Any, where: str, kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """The validated blocks of a content; a plain text is one block."""
+    """The validated blocks of a message's content. A plain text is one block.
+
+    Args:
+        kinds: the types of blocks that are allowed.
+    """
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
@@ -93,8 +97,8 @@ def _result(block: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def tool_use_block(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call of a chat answer as a `tool_use` block. Arguments that are not an object, which unconstrained models may write,
-    become `{"input": ...}`."""
+    """Converts a tool call of a chat completion to a `tool_use` block. Arguments that are not an object, which unconstrained models may
+    write, become `{"input": ...}`."""
     function = call["function"]
     try:
         arguments = json.loads(function["arguments"])

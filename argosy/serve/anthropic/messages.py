@@ -1,4 +1,4 @@
-"""/v1/messages: Anthropic's API, as a translation to chats and back."""
+"""/v1/messages: Anthropic's API, translated to chat requests and back."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -14,7 +14,7 @@ from argosy.serve.response.writer import GenerationJob
 from argosy.serve.service import Service
 from argosy.web.errors import ApiError, renaming
 
-# The fields of chats by the names that they have here.
+# Fields of chat requests, with their names in this API, for errors.
 NAMES = {
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
@@ -90,7 +90,7 @@ def prepare_messages(service: Service, body: Any) -> GenerationJob:
 
 
 def count_tokens(service: Service, body: Any) -> dict[str, Any]:
-    """/v1/messages/count_tokens: the number of prompt tokens.
+    """Responds to /v1/messages/count_tokens with the number of prompt tokens.
 
     Raises:
         ApiError: as for /v1/messages.
@@ -102,13 +102,13 @@ def count_tokens(service: Service, body: Any) -> dict[str, Any]:
 
 
 def _chat(service: Service, fields: CountedMessages) -> dict[str, Any]:
-    """The body of a chat. Without `thinking`, thinking is switched off where the chat template can do that; elsewhere the thoughts are
-    left out of the response."""
+    """Converts a request to the body of a chat request. Without `thinking`, thinking is switched off if the chat template can do that;
+    if not, the reasoning is left out of the response."""
     tools = [_tool(tool, f"tools.{i}") for i, tool in enumerate(fields.tools)]
     choice, many = _choice(fields.tool_choice)
     system = content_text(fields.system, "system") if fields.system is not None else ""
     messages = [*([{"role": "system", "content": system}] if system else []), *chat_messages(fields.messages)]
-    # As in Anthropic's API, an answer continues a last message of the assistant.
+    # As in Anthropic's API, if the last message is the assistant's, the completion continues it.
     continues = messages[-1]["role"] == "assistant"
     if continues and "tool_calls" in messages[-1]:
         raise ApiError("the last message calls a tool: its result is missing", param=f"messages.{len(fields.messages) - 1}")
@@ -139,10 +139,10 @@ def _switched_off(service: Service, tools: list[dict[str, Any]]) -> dict[str, An
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A tool in the form of a chat.
+    """Converts a tool to that of a chat request.
 
     Raises:
-        ApiError: it would run on the server, or has unsupported fields.
+        ApiError: the tool would run on the server, or has unsupported fields.
     """
     if tool.get("type") not in (None, "custom"):
         problem = f"`{where}` is of type `{str(tool['type'])[:64]}`: only tools with an `input_schema` are supported"
@@ -160,10 +160,10 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _choice(choice: Mapping[str, Any] | None) -> tuple[Any, bool]:
-    """A `tool_choice` in the form of a chat, and whether several calls are allowed.
+    """Converts a `tool_choice` to that of a chat request. Also returns whether several calls are allowed.
 
     Raises:
-        ApiError: another form.
+        ApiError: it has another form.
     """
     if choice is None:
         return None, True
@@ -178,7 +178,7 @@ def _choice(choice: Mapping[str, Any] | None) -> tuple[Any, bool]:
 
 
 def _format(output_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """An `output_config.format` as the `response_format` of a chat.
+    """Converts an `output_config.format` to the `response_format` of a chat request.
 
     Raises:
         ApiError: it is not a JSON schema.

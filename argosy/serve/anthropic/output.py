@@ -17,7 +17,7 @@ DELTAS = {"thinking": "thinking_delta", "text": "text_delta"}
 
 
 class MessageWriter:
-    """One response."""
+    """Writes one response."""
 
     prefix, named = "msg_", True
 
@@ -67,7 +67,7 @@ class MessageWriter:
         return [started, self._delta({"type": "input_json_delta", "partial_json": text}), self._stop()]
 
     def _stopped(self) -> list[dict[str, Any]]:
-        """Ends the open block, if any. Thoughts end with an empty signature, because nothing verifies it."""
+        """Ends the open block, if any. Reasoning ends with an empty signature, because nothing verifies it."""
         kind, self._open = self._open, None
         signed = [self._delta({"type": "signature_delta", "signature": ""})] if kind == "thinking" else []
         return [*signed, self._stop()] if kind else []
@@ -89,14 +89,14 @@ def empty_block(kind: str) -> dict[str, Any]:
 
 
 def content_blocks(reader: CompletionReader) -> list[dict[str, Any]]:
-    """The content blocks of a whole answer."""
+    """The content blocks of a whole completion."""
     blocks = [empty_block(kind) | {kind: text} for kind, text in (("thinking", reader.thought), ("text", reader.text)) if text]
     return [*blocks, *map(tool_use_block, reader.calls)]
 
 
 def stop_reason(job: GenerationJob) -> dict[str, Any]:
-    """Why the answer ended. `blocked`, for which Anthropic has no word, is reported as `refusal`, and
-        a repetition as `max_tokens`."""
+    """The fields that say why the completion ended. `blocked`, for which Anthropic's API has no value, is reported as `refusal`, and
+    `repetition` as `max_tokens`."""
     choice: CompletionChoice = job.choices[0]
     stop = choice.stop_reason if choice.stop_reason in job.fields.stop else None
     # Of Anthropic's reasons, only `max_tokens` says that an answer was cut short.
@@ -108,7 +108,7 @@ def stop_reason(job: GenerationJob) -> dict[str, Any]:
 
 
 def usage(job: GenerationJob) -> dict[str, Any]:
-    """Token counts so far. As in Anthropic's API, `input_tokens` excludes cached ones."""
+    """The token counts so far. As in Anthropic's API, `input_tokens` excludes cached tokens."""
     counts = job.counts()
     return {
         "input_tokens": counts.prompt - counts.cached,

@@ -1,7 +1,7 @@
-"""The routes: OpenAI's /v1/images, health, metrics, and the page.
+"""The routes of a server of images: OpenAI's /v1/images, health, metrics, and the page.
 
-A stream sends OpenAI's events: `image_generation.partial_image` and `image_generation.completed` (edits: `image_edit.`), and with
-`progress` also `image_generation.progress`, which OpenAI has not.
+A stream sends OpenAI's events: `image_generation.partial_image` and `image_generation.completed`, or `image_edit.` for edits. With
+`progress` it also sends `image_generation.progress`, which OpenAI's API lacks.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ FOLDER = Path(__file__).parent / "web"
 
 
 class ImageRoutes:
-    """The routes of a service."""
+    """The routes of an image service."""
 
     def __init__(self, service: ImageService):
         self.service = service
@@ -71,7 +71,7 @@ class ImageRoutes:
         seconds = self.service.settings.limits.seconds
         if fields.stream:
             documents = _documents(events, fields, kind)
-            # The first one is taken here, so that a refusal has its own status.
+            # The first JSON object is taken here, so that errors before it get their own HTTP status.
             first = await while_connected(request.receive, _within(anext(documents), seconds))
             return EventStream(first, documents, seconds, named=True, failure=_failure)
         images = await while_connected(request.receive, _within(_all(events, fields.n), seconds))
@@ -83,7 +83,7 @@ class ImageRoutes:
         return Json({"object": "list", "data": [about]})
 
     async def model(self, request: Request) -> Response:
-        """What the page asks first."""
+        """Responds with the facts about the model that the page fetches first."""
         pipe = self.service.pipeline
         height, width = pipe.defaults.size
         about = {"name": self.service.name, "width": width, "height": height, "steps": pipe.defaults.steps}
@@ -112,7 +112,7 @@ async def _within(work: Any, seconds: float) -> Any:
 
 
 async def _all(events: AsyncGenerator[tuple[int, ImageEvent]], count: int) -> list[Any]:
-    """The images of a request, in their order."""
+    """Waits for all images of a request, and returns them in order."""
     images: list[Any] = [None] * count
     try:
         async for number, event in events:
@@ -124,7 +124,11 @@ async def _all(events: AsyncGenerator[tuple[int, ImageEvent]], count: int) -> li
 
 
 async def _documents(events: AsyncGenerator[tuple[int, ImageEvent]], fields: ImageFields, kind: str) -> AsyncGenerator[Any]:
-    """The documents of a stream."""
+    """Yields the JSON objects of a stream.
+
+    Args:
+        kind: the prefix of event types, such as `image_edit`.
+    """
     counts = [0] * fields.n
     try:
         async for number, event in events:

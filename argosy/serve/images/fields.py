@@ -43,10 +43,10 @@ class ImageFields(ImageGenerationFields):
         return [files] if isinstance(files, str) else files
 
     def controls(self, limits: ImageLimits) -> list[np.ndarray]:
-        """The control images [H W 3], uint8.
+        """Decodes the control images to arrays [H W 3] of uint8.
 
         Raises:
-            ApiError: one is no base64, or no image within the limits.
+            ApiError: a file is not base64, or no image within the limits.
         """
         images = []
         for text in self.control_files:
@@ -60,8 +60,10 @@ class ImageFields(ImageGenerationFields):
         return images
 
     def check(self, limits: ImageLimits) -> None:
-        """Raises:
-        ApiError: the request is beyond a limit, or previews are wanted without a stream.
+        """Checks the request against the limits.
+
+        Raises:
+            ApiError: the request is beyond a limit, or asks for previews or progress without a stream.
         """
         area = self.area() or (0, 0)
         limited = {

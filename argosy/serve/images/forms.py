@@ -1,4 +1,4 @@
-"""The form of /v1/images/edits: an image, a mask, and fields as texts (multipart/form-data)."""
+"""Reads the form of /v1/images/edits (multipart/form-data): an image, a mask, and fields as texts."""
 
 import base64
 import json
@@ -18,10 +18,10 @@ from argosy.web.body import read_body
 from argosy.web.errors import ApiError, input_error
 
 FILES = ("image", "image[]", "mask")
-# Fields that are no texts: numbers, and those that are true or false.
+# Fields whose values are numbers, and those that are true or false. Other fields are texts.
 NUMBERS = ("n", "num_inference_steps", "seed", "guidance_scale", "strength", "partial_images", "output_compression")
 SWITCHES = ("stream", "progress", "guess_mode")
-# Numbers, or lists of one for each ControlNet; and the files that ControlNets follow.
+# Fields that are numbers, or lists with a number for each ControlNet; and the fields of control images.
 SPANS = ("control_scale", "control_start", "control_end", "control_mode")
 CONTROLS = ("control_image", "control_image[]")
 MOST_FIELDS, MOST_FILES = 64, 8
@@ -30,8 +30,9 @@ MOST_FIELDS, MOST_FILES = 64, 8
 class EditForm(NamedTuple):
     """A request to change an image.
 
+    fields: the fields of the form.
     image: [H W 3] uint8.
-    mask: [H W] 1 where it is drawn anew; None: everywhere.
+    mask: [H W] 1 where the image is redrawn; None: everywhere.
     """
 
     fields: EditFields
@@ -40,10 +41,10 @@ class EditForm(NamedTuple):
 
 
 async def read_edit_form(request: Request, limits: ImageLimits) -> EditForm:
-    """Reads a form within the limits.
+    """Reads the form of a request, within the limits.
 
     Raises:
-        ApiError: it is no form, too large, or a field or file of it cannot be used.
+        ApiError: the body is no form or too large, or a field or file is invalid.
     """
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "multipart/form-data":
@@ -70,10 +71,10 @@ async def read_edit_form(request: Request, limits: ImageLimits) -> EditForm:
 
 
 async def _sorted(form: FormData) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Files and other fields, by name.
+    """Splits a form into files and other fields, by name.
 
     Raises:
-        ApiError: one is given twice, or a file has another name.
+        ApiError: a field is given twice, or a file has an unknown name.
     """
     files: dict[str, bytes] = {}
     values: dict[str, Any] = {}
@@ -113,7 +114,13 @@ def _image(data: bytes, name: str, limits: ImageLimits) -> np.ndarray:
 
 
 def _mask(image: np.ndarray, data: bytes | None, limits: ImageLimits) -> np.ndarray | None:
-    """Where the mask is transparent, the image is drawn anew; without a mask file, where the image itself is."""
+    """The mask of a form. The image is redrawn where the mask file is transparent, or, without a mask file, where the image is
+    transparent.
+
+    Args:
+        image: [H W 3], or [H W 4] with transparency.
+        data: the mask file.
+    """
     if data is None:
         return None if image.shape[2] == 3 or image[..., 3].all() else (image[..., 3] < 128).astype(np.float32)
     mask = _image(data, "mask", limits)
@@ -126,7 +133,7 @@ def _mask(image: np.ndarray, data: bytes | None, limits: ImageLimits) -> np.ndar
 
 
 def fit_form(form: EditForm, height: int, width: int) -> EditForm:
-    """The image and its mask at another size."""
+    """Resizes the image and the mask of a form."""
     mask = form.mask
     if mask is not None:
         mask = (resize_image((mask * 255).astype(np.uint8), height, width) > 127).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The process of a server of images."""
+"""Runs a server of images until a signal."""
 
 import socket
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from argosy.web.process import DrainingServer, server_config
 def serve_images(
     service: ImageService, listener: socket.socket, *, stop: Callable[[], Any], ready: Callable[[], object]
 ) -> None:
-    """Serves until `stop()` is true, then drains. Calls `ready` as soon as the first request can be served."""
+    """Serves until `stop()` returns true, then drains and returns. Calls `ready` as soon as requests can be served."""
     settings = service.settings
     tls = {"ssl_certfile": settings.tls_certificate, "ssl_keyfile": settings.tls_key}
     service.engine.start()

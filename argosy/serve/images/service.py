@@ -1,4 +1,4 @@
-"""The service behind the routes: its engine, its limits and its metrics."""
+"""The service behind the image routes: the engine, the limits and the metrics."""
 
 import asyncio
 import time
@@ -19,13 +19,13 @@ from argosy.serve.images.forms import EditForm, fit_form
 from argosy.serve.images.settings import ImageServeSettings
 from argosy.web.errors import ApiError, input_error, service_unavailable
 
-# The fields of ControlNets.
+# The fields of requests for ControlNets.
 CONTROL = ("control_image", "control_scale", "control_start", "control_end", "control_mode", "guess_mode")
 SECONDS = tuple(0.05 * (1 << i) for i in range(15))
 
 
 class ImageMetrics:
-    """Counters of the server."""
+    """The Prometheus metrics of a server of images."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -40,21 +40,31 @@ class ImageMetrics:
         self.waiting = Gauge("argosy_images_waiting", "Images that wait.", **options)
 
     def drawn(self, images: int, evaluations: int, reused: int) -> None:
-        """Counts a batch."""
+        """Counts a batch that was drawn.
+
+        Args:
+            images: number of its images.
+            evaluations: number of evaluations of the network.
+            reused: number of evaluations in which step caching ran only the first layer.
+        """
         self.reused.inc(reused)
         self.images.inc(images)
         self.evaluations.inc(evaluations)
         self.batch.observe(images)
 
     def text(self) -> bytes:
-        """Prometheus' format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 class ImageService:
-    """A pipeline that is served.
+    """A served image pipeline.
 
-    created: when it was loaded, in seconds since 1970.
+    Args:
+        name: the name of the model in the API.
+
+    created: when the service was made, in seconds since 1970.
+    draining: whether new requests are refused because the server is about to end.
     """
 
     def __init__(self, pipeline: ImagePipeline, name: str, settings: ImageServeSettings):
@@ -71,17 +81,17 @@ class ImageService:
         """Compiles the programs of the default size, for every batch size."""
         size = 1
         while True:
-            # A prompt of another kind of model would be refused: the null condition stands for one.
+            # `warm_up` draws without prompts, because a model may accept only some texts, such as names of classes.
             self.pipeline.warm_up(min(size, self.settings.batch), self.settings.step_cache)
             if size >= self.settings.batch:
                 return
             size *= 2
 
     def fitted(self, form: EditForm) -> EditForm:
-        """The form with its image at the size that is drawn: the one that was asked for, or the nearest to the image's own.
+        """Resizes the image of a form to the size that will be drawn: the requested size, or the one nearest to the image's size.
 
         Raises:
-            ApiError: the model cannot draw that size.
+            ApiError: the model cannot draw that size, or it is beyond the limits.
         """
         area, multiple = form.fields.area(), self.pipeline.factor * self.pipeline.config.size_multiple
         if area is None:
@@ -99,11 +109,11 @@ class ImageService:
     async def events(
         self, fields: ImageFields, image: Any = None, mask: Any = None
     ) -> AsyncGenerator[tuple[int, ImageEvent]]:
-        """Events of the images of a request, each with the image's number, until the last image is there. Images that are not there
-        when it is closed are not drawn.
+        """Draws the images of a request. Yields their events, each with the image's index, until all images are there. If the generator
+        is closed earlier, the missing images are canceled.
 
         Raises:
-            ApiError: the request does not fit, too many images wait, or an image failed.
+            ApiError: the request does not fit the model or the limits, too many images wait, or an image failed.
         """
         if self.draining:
             raise service_unavailable("the server is shutting down", "shutting_down")
@@ -154,7 +164,7 @@ class ImageService:
             raise input_error(error) from None
 
     def _control(self, fields: ImageFields, size: tuple[int, int] | None) -> dict[str, Any]:
-        """What ControlNets are given, as arguments of `ImageEngine.request`.
+        """The arguments of `ImageEngine.request` for ControlNets.
 
         Raises:
             ApiError: the model has no ControlNet, or a control image cannot be read.
@@ -183,7 +193,7 @@ class ImageService:
 
 
 def _emitter(number: int, loop: Any, queue: Any) -> Any:
-    """Passes events of an image to the event loop."""
+    """Returns a function that puts the events of image `number` into a queue of the event loop, from any thread."""
 
     def emit(event: ImageEvent) -> None:
         if not loop.is_closed():

@@ -1,8 +1,8 @@
-"""Beam search over HTTP (`use_beam_search`): each step asks the running engine for one token of each beam, beside other requests.
+"""Beam search over HTTP (`use_beam_search`). In each step the engine samples one token of each beam, together with other requests.
 
-A search is one request of its client, from its first step to its last: its limits, its end when the client leaves, and `Front.abort`
-are those of any request. The engine sees a request for each beam and step, which finds the pages of its beam in the prefix cache; they
-all stay on one copy of the model.
+A search counts as one request of its client, from its first step to its last. Limits, disconnects and `Front.abort` apply to it as to
+any request. The engine gets one request for each beam and step, which finds the pages of its beam in the prefix cache. All of them run
+on one copy of the model.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from argosy.serve.response.streams import EventStreams
 from argosy.serve.service import Service
 from argosy.web.errors import ApiError
 
-# Fields that a search cannot honor, and the values of each that ask for nothing.
+# Fields that a search cannot honor, each with the values that have no effect and are accepted.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "temperature": (None, 0),
     "top_p": (None, 1),
@@ -36,10 +36,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 
 def check_beams(fields: GenerationFields) -> None:
-    """Checks that a search honors every field of a request.
+    """Checks that a request for a beam search has no field that a search cannot honor.
 
     Raises:
-        ApiError: it does not.
+        ApiError: it has one.
     """
     if not fields.use_beam_search:
         if fields.length_penalty != 1:
@@ -56,14 +56,15 @@ def check_beams(fields: GenerationFields) -> None:
 
 
 class BeamRequest:
-    """The search for the answers to one prompt.
+    """The beam search for the completions of one prompt.
 
-    cached: prompt tokens found in the prefix cache.
-    aborted: it was ended early, with what there was.
+    cached: number of prompt tokens found in the prefix cache.
+    aborted: whether the search was ended early.
 
     Args:
-        top: likeliest tokens to report with each token, at most.
-        how: fields of its requests.
+        beams: the state of the search.
+        top: number of likeliest tokens to report with each token.
+        options: further fields of its engine requests.
     """
 
     def __init__(self, beams: Beams, top: int, options: dict[str, Any]):
@@ -71,14 +72,17 @@ class BeamRequest:
         self.cached, self.aborted = 0, False
 
     def requests(self) -> list[Request]:
-        """The requests of the next step."""
+        """The engine requests of the next step."""
         return self.beams.requests(self.top, **self.options)
 
     async def run(self, answers: EventStreams) -> None:
-        """Searches to the end, from the answers to the first `requests` on.
+        """Runs the search to its end.
+
+        Args:
+            answers: the opened streams of the first `requests`.
 
         Raises:
-            ApiError: as reading answers.
+            ApiError: as iterating over `answers`.
         """
         events = await answers.ended()
         self.cached = answers.reused(0)
@@ -90,8 +94,8 @@ class BeamRequest:
         self.aborted = True
 
     def events(self) -> list[list[Event]]:
-        """The events of each completion, the best first, as if it had been sampled. A search that was ended early gives its complete
-        beams first, then the others."""
+        """The events of each completion, the best first, as if it had been sampled. A search that was ended early returns its complete
+        beams first, then its open ones."""
         beams = self.beams
         answers = [_events(beam, "length" if beam.ended_by is None else "stop") for beam in beams.best()]
         answers += [_events(beam, "abort") for beam in beams.open]
@@ -108,13 +112,11 @@ def _events(beam: Beam, reason: FinishReason) -> list[Event]:
 
 
 def beam_searches(service: Service, fields: GenerationFields, prompts: Sequence[list[int]], most: int | None) -> list[BeamRequest]:
-    """The search for the answers to each prompt.
+    """Makes a beam search for each prompt; none if the request asks for no beam search.
 
     Args:
-        most: as in `Service.requests`, which has checked the rest.
-
-    Raises:
-        ApiError: the search cannot honor a field.
+        prompts: the token ids of each prompt, which `Service.requests` has checked.
+        most: as in `Service.requests`.
     """
     if not fields.use_beam_search or most == 0:
         return []

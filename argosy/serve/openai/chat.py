@@ -1,4 +1,4 @@
-"""/v1/chat/completions: conversations, rendered with the model's chat template."""
+"""/v1/chat/completions: completions of conversations, rendered with the model's chat template."""
 
 import json
 import re
@@ -31,10 +31,12 @@ OF_A_MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "refusa
 class ChatRequest:
     """A validated chat request.
 
+    fields: the fields of its body.
     prompt: token ids of the rendered conversation.
-    wanted: what the answers must match.
-    reading: how answers are split into thoughts, text and calls.
-    searches: the beam search, if the answers come from one.
+    requests: its engine requests, one for each completion.
+    wanted: the structure that completions must match; None: any text.
+    reading: how completions are split into reasoning, text and tool calls.
+    searches: the beam search in place of `requests`; empty: none.
     """
 
     fields: ChatFields
@@ -77,7 +79,7 @@ def read_chat(service: Service, fields: ChatFields) -> ChatRequest:
     if tools:
         structured = call_structure(fields, tools, reading.notation, structured, service.limits)
     if structured is not None and reading.start is not None:
-        # A grammar of calls in channels has thoughts before them.
+        # A grammar of calls in channels includes the reasoning before them.
         if not reading.channels:
             structured = replace(structured, structure=after_thoughts(structured.structure, reading.start))
         elif reading.start != "after" and structured.structure.kind != "tools":
@@ -89,12 +91,19 @@ def completion_format(
     service: Service, fields: ChatFields, messages: Sequence[dict[str, Any]], prompt: Sequence[int], template: str,
     tools: Sequence[dict[str, Any]],
 ) -> CompletionFormat:
-    """How the completions of a request are parsed."""
+    """Determines how the completions of a request are parsed.
+
+    Args:
+        messages: the conversation.
+        prompt: its token ids.
+        template: the chat template that rendered it.
+        tools: the offered tools.
+    """
     notation = find_notation(template, service.lm.tokenizer, tools) if tools else None
     start, shows, before = None, fields.include_reasoning, call_ids(messages)
     continued = messages[-1]["content"] if fields.continue_final_message else None
     if uses_channels(template):
-        # Without the marks, everything is text, and so is what continues a final message.
+        # Without the marks, everything is text. So is a completion that continues a final message.
         notation = notation if service.marks and continued is None else None
         start = None if not service.marks else "open" if continued is None else "after"
         return CompletionFormat(notation, start, shows, service.marks, channels=bool(service.marks), before=before)
@@ -104,16 +113,16 @@ def completion_format(
 
 
 def render_prompt(service: Service, fields: ChatFields) -> list[int]:
-    """Token ids of a rendered conversation.
+    """Renders the conversation of a request, and returns its token ids.
 
     Raises:
-        ApiError: the template refuses it, or a tool is invalid.
+        ApiError: the template refuses the messages, or a tool is invalid.
     """
     return service.chat_prompt(template_messages(fields.messages), offered_tools(fields), fields)
 
 
 def offered_tools(fields: ChatFields) -> list[dict[str, Any]] | None:
-    """The tools to render into the prompt.
+    """The tools to render into the prompt; None: none.
 
     Raises:
         ApiError: a tool is not a function, or `tool_choice` requires one that is not in the list.
@@ -136,15 +145,15 @@ def offered_tools(fields: ChatFields) -> list[dict[str, Any]] | None:
 
 
 def demands_call(fields: ChatFields) -> bool:
-    """Whether the answer must call a tool."""
+    """Whether the completion must call a tool."""
     return fields.tool_choice not in (None, "none", "auto")
 
 
 def required_function(fields: ChatFields) -> str | None:
-    """Name of the function that the answer must call; None if it may choose.
+    """The name of the function that the completion must call; None: no particular one.
 
     Raises:
-        ApiError: another form of `tool_choice`.
+        ApiError: `tool_choice` has another form.
     """
     if fields.tool_choice in (None, "none", "auto", "required"):
         return None
@@ -164,7 +173,9 @@ def call_structure(
     `parallel_tool_calls`; None if nothing needs enforcing.
 
     Args:
-        answer: what an answer without calls must match.
+        tools: the offered tools.
+        notation: the template's notation of calls; None: it is unknown.
+        answer: the structure that a completion without calls must match; None: any text.
 
     Raises:
         ApiError: the template's call notation is unknown, or a tool's parameters are not a schema.
@@ -201,11 +212,11 @@ def _free(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def template_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates read them: text parts joined, arguments of tool calls as objects.
+    """Converts messages to the form that templates read: text parts are joined, and arguments of tool calls become objects.
 
     Raises:
-        ApiError: a message without a role, or with an unknown field or part. Images and other media are refused, and their URLs are
-            never opened.
+        ApiError: a message has no role, or an unknown field or part. Images and other media are refused, and their URLs are never
+            opened.
     """
     return [_plain(message, f"messages.{i}") for i, message in enumerate(messages)]
 
@@ -238,7 +249,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _calls(calls: Any, where: str) -> list[Any]:
-    """Tool calls with their arguments as objects; clients send them as a JSON string."""
+    """Converts tool calls, whose arguments clients send as the text of a JSON object, to calls with arguments as objects."""
     if not isinstance(calls, list):
         raise ApiError(f"`{where}` must be a list", param=where)
     parsed_calls = []
@@ -257,10 +268,11 @@ def _calls(calls: Any, where: str) -> list[Any]:
 
 
 class ChatWriter(Choices):
-    """Responses of /v1/chat/completions.
+    """Writes responses of /v1/chat/completions.
 
     Args:
-        calls: answers may contain tool calls.
+        prompt: token ids of the prompt.
+        calls: whether completions may contain tool calls.
     """
 
     prefix, kind, part = "chatcmpl-", "chat.completion", "chat.completion.chunk"
@@ -323,5 +335,6 @@ def _finish(reason: str | None, calls: Sequence[Any]) -> str | None:
 
 
 def _thought(text: str) -> dict[str, Any]:
-    """A thought under both names that clients read: `reasoning` (vLLM), `reasoning_content` (DeepSeek, llama.cpp, older vLLM)."""
+    """The reasoning under both names that clients read: `reasoning` (vLLM) and `reasoning_content` (DeepSeek, llama.cpp, older
+    vLLM)."""
     return {"reasoning": text, "reasoning_content": text} if text else {}

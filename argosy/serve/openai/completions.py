@@ -1,4 +1,4 @@
-"""/v1/completions: prompts as text or token ids, in OpenAI's older shape."""
+"""/v1/completions: completions of prompts given as text or token ids, in OpenAI's older format."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,10 +37,11 @@ def prepare_completions(service: Service, body: Any) -> GenerationJob:
 
 
 def read_prompts(prompt: Any, name: str = "prompt") -> list[str | list[int]]:
-    """The prompts: a text, several texts, token ids, or several lists of token ids.
+    """Returns the prompts in a field that is a text, a list of texts, a list of token ids, or a list of lists of token ids.
 
     Args:
-        name: name of the field, for errors.
+        prompt: the value of the field.
+        name: the name of the field, for errors.
 
     Raises:
         ApiError: the field has another type.
@@ -61,10 +62,10 @@ def _is_id(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Echo:
-    """The text of a prompt in front of its answers.
+    """The text of a prompt, to put before its completions (`echo`).
 
-    offsets: characters before each of its tokens; a token that begins within a character has the offset of that character, and one
-        that is not in the text, such as the first of the model, those of the next.
+    offsets: for each token of the prompt, the number of characters before it. A token that begins within a character has the offset of
+        that character. A token without text, such as the beginning-of-sequence token, has the offset of the next token.
     """
 
     text: str = ""
@@ -72,11 +73,16 @@ class Echo:
 
 
 def echo_of(service: Service, prompt: str | list[int], ids: list[int], fields: CompletionFields) -> Echo:
-    """The echo of a prompt. ids: its tokens."""
+    """Makes the echo of a prompt.
+
+    Args:
+        prompt: the prompt as the client gave it.
+        ids: its token ids.
+    """
     tokenizer, is_text = service.lm.tokenizer, isinstance(prompt, str)
     if tokenizer is None:
         return Echo("", [0] * len(ids))
-    # Special tokens are no part of a text that was given.
+    # A prompt given as text is echoed without special tokens.
     skip = is_text or fields.skip_special_tokens
     if is_text and fields.logprobs is None:
         return Echo(str(prompt))
@@ -90,16 +96,17 @@ def echo_of(service: Service, prompt: str | list[int], ids: list[int], fields: C
     elif fields.max_tokens == 0:
         text = tokenizer.decode(prompt, skip)
     else:
-        # A character whose last bytes are still to come belongs to the answer, which writes it.
+        # A character whose last bytes are in the completion is part of the completion's text.
         text = "".join(pieces)
     return Echo(text, [min(offset, len(text)) for offset in offsets])
 
 
 class CompletionWriter(Choices):
-    """Responses of /v1/completions.
+    """Writes responses of /v1/completions.
 
     Args:
-        echoes: the text of each prompt, to put before its answers; None for none.
+        echoes: the echo of each prompt; None: prompts are not echoed.
+        prompts: the token ids of each prompt.
     """
 
     prefix, kind, part = "cmpl-", "text_completion", "text_completion"
@@ -108,13 +115,13 @@ class CompletionWriter(Choices):
         super().__init__(fields)
         self.fields, self.echoes, self.prompts = fields, echoes, prompts
         self.names = TokenNames(service.lm.tokenizer, fields.return_tokens_as_token_ids)
-        # Characters of each answer sent so far.
+        # Number of characters of each completion that were sent so far.
         self._sent: dict[int, int] = {}
 
     def opened(self, place: int) -> dict[str, Any] | None:
         if self.echoes is None:
             return None
-        # An answer of no tokens ends where it opens.
+        # A completion without tokens ends at once.
         finish = "length" if self.fields.max_tokens == 0 else None
         text, scores = self._echo(place), self._with_prompt(place, None)
         return self._choice(place, text, scores, finish, None) if text or scores or finish else None
@@ -143,7 +150,8 @@ class CompletionWriter(Choices):
         return self.echoes[place // self.fields.n].text if self.echoes else ""
 
     def _with_prompt(self, place: int, answer: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Log-probabilities of an answer behind those of its prompt, if that is echoed. Nothing is before its first token: null."""
+        """Log-probabilities of a completion, after those of its prompt if that is echoed. They are null for the first token of a
+        prompt, because no token is before it."""
         if self.echoes is None or self.fields.logprobs is None:
             return answer
         prompt = place // self.fields.n
@@ -161,10 +169,12 @@ class CompletionWriter(Choices):
         return {"index": place, "text": text, "logprobs": scores, "finish_reason": finish, "stop_reason": reason}
 
     def _scores(self, tokens: Sequence[ScoredToken], pieces: Sequence[str], offset: int) -> dict[str, Any] | None:
-        """Log-probabilities as four lists. text_offset: characters that were final before each token.
+        """Log-probabilities as four lists, as in OpenAI's API; None if they are not requested. `text_offset` is the number of
+        characters that were final before each token.
 
         Args:
             pieces: the text that each token added.
+            offset: number of characters before the first of these tokens.
         """
         if self.fields.logprobs is None:
             return None
@@ -181,5 +191,5 @@ class CompletionWriter(Choices):
         }
 
     def _top(self, scored: ScoredToken) -> dict[str, float]:
-        """The likeliest tokens by name, and the token itself, which may be none of them."""
+        """The log-probabilities of the likeliest tokens and of the token itself, which may not be among them, by the tokens' text."""
         return {self.names(token): logprob for token, logprob in [*scored.likeliest, (scored.token, scored.logprob)]}

@@ -1,4 +1,4 @@
-"""The routes of an encoder: OpenAI's /v1/embeddings, and vLLM's /score and /rerank by the cosine of two vectors."""
+"""The routes of an encoder: OpenAI's /v1/embeddings, and vLLM's /score and /rerank, which compare texts by the cosine of embeddings."""
 
 import base64
 import time
@@ -22,10 +22,12 @@ from argosy.weights.hub.sentence_steps import DOCUMENT_PROMPTS, QUERY_PROMPTS
 
 @dataclass
 class EmbeddingJob:
-    """One request.
+    """One validated request to an encoder.
 
-    rows: the ids of its texts.
-    body: the rest of the answer from their pooled vectors.
+    fields: the fields of its body.
+    prefix: the prefix of the response id.
+    rows: the token ids of its texts.
+    body: makes the route's part of the response from the pooled vectors of the texts.
     """
 
     service: EncoderService
@@ -35,7 +37,7 @@ class EmbeddingJob:
     body: Callable[[Float[np.ndarray, "N D"]], dict[str, Any]]
 
     def document(self, vectors: Float[np.ndarray, "N D"]) -> dict[str, Any]:
-        """The answer."""
+        """The response, from the pooled vectors of the texts."""
         tokens = sum(map(len, self.rows))
         return {
             "id": f"{self.prefix}-{self.fields.request_id or uuid.uuid4().hex}",
@@ -47,10 +49,10 @@ class EmbeddingJob:
 
 
 def prepare_embeddings(service: EncoderService, body: Any) -> EmbeddingJob:
-    """The work of /v1/embeddings.
+    """Validates a body of /v1/embeddings and turns it into a job.
 
     Raises:
-        ApiError: it asks for what cannot be done.
+        ApiError: a field is invalid or unsupported.
     """
     fields = EmbeddingFields.of(body)
     service.check_model(fields.model)
@@ -72,8 +74,8 @@ def prepare_embeddings(service: EncoderService, body: Any) -> EmbeddingJob:
 
 
 def check_dimensions(service: EncoderService, dimensions: int | None) -> None:
-    """Checks that vectors may be cut to so many numbers. Only models that were trained for it keep their meaning; config.json says
-    so by `matryoshka_dimensions` or `is_matryoshka`, as in vLLM.
+    """Checks that embeddings may be truncated to `dimensions` dimensions. Only models trained for this support it. As in vLLM, their
+    config.json has `matryoshka_dimensions` or `is_matryoshka`.
 
     Raises:
         ApiError: they may not.
@@ -91,10 +93,11 @@ def check_dimensions(service: EncoderService, dimensions: int | None) -> None:
 
 
 def prepare_score(service: EncoderService, body: Any) -> EmbeddingJob:
-    """The work of /score: one text against each of several, or two equally long lists in pairs.
+    """Validates a body of /score and turns it into a job. It compares one text with each of several, or two lists of equal length in
+    pairs.
 
     Raises:
-        ApiError: it asks for what cannot be done.
+        ApiError: a field is invalid or unsupported.
     """
     fields = ScoreFields.of(body)
     service.check_model(fields.model)
@@ -112,10 +115,11 @@ def prepare_score(service: EncoderService, body: Any) -> EmbeddingJob:
 
 
 def prepare_rerank(service: EncoderService, body: Any) -> EmbeddingJob:
-    """The work of /rerank: documents by their likeness to a query, each after its own prompt where the model has one.
+    """Validates a body of /rerank and turns it into a job. It ranks documents by their similarity to a query. If the model has prompts
+    for queries and documents, they are put before these texts.
 
     Raises:
-        ApiError: it asks for what cannot be done.
+        ApiError: a field is invalid or unsupported.
     """
     fields = RerankFields.of(body)
     service.check_model(fields.model)
@@ -132,5 +136,5 @@ def prepare_rerank(service: EncoderService, body: Any) -> EmbeddingJob:
 
 
 def cosines(a: Float[np.ndarray, "#N D"], b: Float[np.ndarray, "N D"]) -> list[float]:
-    """The cosine of the angle between the vectors of each pair."""
+    """The cosine of each pair of vectors. If `a` is a single vector, it is paired with every vector of `b`."""
     return (unit_vectors(a) * unit_vectors(b)).sum(1).tolist()

@@ -12,10 +12,11 @@ from argosy.web.errors import ApiError, service_unavailable
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response.
+    """A stored response.
 
-    messages: the conversation including the answer, without the instructions.
-    task: generates it in the background; None: it has ended.
+    document: the response as a JSON object.
+    messages: the conversation including the completion, without the instructions.
+    task: the task that generates it in the background; None: the response has ended.
     """
 
     document: dict[str, Any]
@@ -24,10 +25,10 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The latest responses by id. Thread-safe.
+    """Keeps the latest responses, by id. Thread-safe.
 
     Args:
-        most: number of responses to keep. While that many are running in the background, one finished response is kept besides them.
+        most: number of responses to keep. While that many are running in the background, one finished response more is kept.
     """
 
     def __init__(self, most: int):
@@ -36,10 +37,10 @@ class ResponseStore:
         self._lock = threading.Lock()
 
     def put(self, stored: StoredResponse) -> None:
-        """Stores a response, or replaces its earlier state. The oldest finished response makes room.
+        """Stores a response, or replaces its earlier state. If the store is full, the oldest finished response is dropped.
 
         Raises:
-            ApiError: this response runs in the background, and so do all others.
+            ApiError: the store is full of responses that run in the background, and so does this one.
         """
         name = stored.document["id"]
         with self._lock:
@@ -53,7 +54,7 @@ class ResponseStore:
             self._responses[name] = stored
 
     def get(self, name: str) -> StoredResponse:
-        """A stored response.
+        """Returns the stored response with this id.
 
         Raises:
             ApiError: there is none with this id, or it has been dropped.
@@ -64,7 +65,7 @@ class ResponseStore:
             return self._responses[name]
 
     def delete(self, name: str) -> StoredResponse:
-        """Removes a stored response.
+        """Removes and returns the stored response with this id.
 
         Raises:
             ApiError: there is none with this id, or it has been dropped.

@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's newer API, as a translation to chats and back."""
+"""/v1/responses: OpenAI's newer API, translated to chat requests and back."""
 
 import asyncio
 import sys
@@ -21,7 +21,7 @@ from argosy.serve.service import Service
 from argosy.web.errors import ApiError, Json, renaming
 from argosy.web.fields import IGNORED
 
-# The fields of chats by the names that they have here.
+# Fields of chat requests, with their names in this API, for errors.
 NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -124,7 +124,7 @@ def prepare_responses(service: Service, body: Any) -> GenerationJob:
 
 
 def response_store(service: Service, fields: Responses) -> ResponseStore | None:
-    """The store to keep the response in; None: it is not kept.
+    """The store in which to keep the response; None: it is not kept.
 
     Raises:
         ApiError: a field needs the store, and this server has none.
@@ -149,7 +149,7 @@ def no_store(name: str | None = None) -> ApiError:
 
 
 def _before(store: ResponseStore | None, name: str | None) -> list[dict[str, Any]]:
-    """Messages of the conversation up to an earlier response."""
+    """The messages of the conversation up to and including an earlier response."""
     if name is None or store is None:
         return []
     try:
@@ -163,14 +163,14 @@ def _before(store: ResponseStore | None, name: str | None) -> list[dict[str, Any
 
 
 def _format(text_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """A `text.format` as the `response_format` of a chat, which has the schema one level deeper."""
+    """Converts a `text.format` to the `response_format` of a chat, which has the schema one level deeper."""
     if text_format is None or text_format.get("type") != "json_schema":
         return None if text_format is None else dict(text_format)
     return {"type": "json_schema", "json_schema": {k: v for k, v in text_format.items() if k != "type" and v is not None}}
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A tool in the form of a chat.
+    """Converts a tool to that of a chat request.
 
     Raises:
         ApiError: it is a hosted tool, which would run on the server, or has unknown fields.
@@ -186,10 +186,10 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _choice(choice: Any) -> Any:
-    """A `tool_choice` in the form of a chat.
+    """Converts a `tool_choice` to that of a chat request.
 
     Raises:
-        ApiError: another form.
+        ApiError: it has another form.
     """
     if choice in (None, "none", "auto", "required"):
         return choice
@@ -200,7 +200,7 @@ def _choice(choice: Any) -> Any:
 
 
 class Work(GenerationJob):
-    """A response: whole, streamed, or generated in the background."""
+    """Generates a response: as a whole, streamed, or in the background."""
 
     reply: ResponseWriter
     background = False
@@ -226,7 +226,7 @@ class Work(GenerationJob):
 
     async def _in_background(self, store: ResponseStore) -> None:
         try:
-            # `Reply.whole` stores it.
+            # `ResponseWriter.whole` stores the response.
             await self.answered()
         except ApiError as error:
             store.put(StoredResponse(self.reply.failed(self, error)))
@@ -236,10 +236,10 @@ class Work(GenerationJob):
 
 
 async def cancelled_response(store: ResponseStore, name: str) -> dict[str, Any]:
-    """Cancels a background response. A finished one is returned as it is.
+    """Cancels a background response, and returns it. A finished one is returned unchanged.
 
     Raises:
-        ApiError: there is none, or it was not requested with `background: true`.
+        ApiError: there is no such response, or it was not requested with `background: true`.
     """
     stored = store.get(name)
     if not stored.document["background"]:
@@ -247,7 +247,7 @@ async def cancelled_response(store: ResponseStore, name: str) -> dict[str, Any]:
         raise ApiError(problem, code="not_in_background")
     if stored.task is not None:
         await _ended(stored.task)
-        # It may have finished before the cancellation.
+        # The response may have finished before the cancellation.
         stored = store.get(name)
         if stored.task is not None:
             stored = StoredResponse(stored.document | {"status": "cancelled"})

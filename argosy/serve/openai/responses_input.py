@@ -17,11 +17,11 @@ ROLES = {"user": "user", "assistant": "assistant", "system": "system", "develope
 
 
 def input_messages(items: Any) -> list[dict[str, Any]]:
-    """Chat messages of an `input`, which is a text or a list of items. Consecutive reasoning, text and calls of the assistant become
-    one message.
+    """Converts an `input`, which is a text or a list of items, to chat messages. Consecutive reasoning, text and calls of the assistant
+    become one message.
 
     Raises:
-        ApiError: an unsupported item or part, or an unknown field.
+        ApiError: an item or part is unsupported, or has an unknown field.
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
@@ -34,7 +34,7 @@ def input_messages(items: Any) -> list[dict[str, Any]]:
 
 
 def with_instructions(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with instructions in front. Instructions and leading system messages are joined into one, because many chat templates
+    """Puts instructions in front of messages. Instructions and leading system messages are joined into one, because many chat templates
     refuse a second system message."""
     count = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
     texts = [*([instructions] if instructions else []), *(message["content"] for message in messages[:count])]
@@ -75,8 +75,8 @@ def _add(messages: list[dict[str, Any]], item: Any, where: str) -> None:
 
 
 def _turn(messages: list[dict[str, Any]], *before: str) -> dict[str, Any]:
-    """The assistant message to add an item to: the last message, or a new one if that is not the assistant's or already has one of
-    the fields `before`."""
+    """The assistant message to add an item to. It is the last message, or a new one that is appended, if the last is not the
+    assistant's or already has one of the fields `before`."""
     if not messages or messages[-1]["role"] != "assistant" or any(name in messages[-1] for name in before):
         messages.append({"role": "assistant"})
     return messages[-1]
@@ -105,10 +105,10 @@ def _arguments(text: str, where: str) -> dict[str, Any]:
 
 
 def message_text(content: Any, where: str) -> str:
-    """The text of a message's content: a text, or a list of text parts, joined by line breaks as in chats.
+    """The text of a message's content, which is a text or a list of text parts. Parts are joined by line breaks, as in chats.
 
     Raises:
-        ApiError: a part that is not text.
+        ApiError: a part is not text.
     """
     if isinstance(content, str):
         return content

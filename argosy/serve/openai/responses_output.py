@@ -19,12 +19,12 @@ IDS = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}
 
 
 class ResponseWriter:
-    """One response.
+    """Writes one response.
 
     Args:
-        fields: of the request; the response repeats them.
-        messages: the conversation before the answer, without the instructions.
-        store: where to keep the response; None: nowhere.
+        fields: the fields of the request, which the response repeats.
+        messages: the conversation before the completion, without the instructions.
+        store: the store in which to keep the response; None: it is not kept.
     """
 
     prefix, named = "resp_", True
@@ -37,7 +37,8 @@ class ResponseWriter:
         self.names = TokenNames(service.lm.tokenizer, False)
         self.output: list[dict[str, Any]] = []
         self._sent = 0
-        # Whether the last item is incomplete, and scored tokens not sent in an event yet.
+        # Whether the last item is incomplete; whether log-probabilities are requested; and tokens with these that no event has sent
+        # yet.
         self._open = False
         self._scores = "message.output_text.logprobs" in fields["include"]
         self._waiting: list[ScoredToken] = []
@@ -68,7 +69,7 @@ class ResponseWriter:
         return self.document(job, "failed") | {"error": {"code": "server_error", "message": error.message}}
 
     def _finished(self, job: GenerationJob) -> dict[str, Any]:
-        """The final response with its usage. Stores it."""
+        """The final response with its usage. It is put into the store, if there is one."""
         finish, counts = job.choices[0].finish, job.counts()
         cut = {"length": "incomplete", "repetition": "incomplete", "abort": "cancelled"}
         status = (cut | {"blocked": "failed"}).get(finish or "", "completed")
@@ -96,7 +97,7 @@ class ResponseWriter:
         return document
 
     def document(self, job: GenerationJob, status: str) -> dict[str, Any]:
-        """The response so far."""
+        """The response so far, as a JSON object."""
         fields, defaults = self.fields, self.service.defaults
         return {
             "id": job.id, "object": "response", "created_at": job.created, "status": status, "error": None,
@@ -113,7 +114,7 @@ class ResponseWriter:
     # ---------------------------------------------------------------- items
 
     def _items(self, parts: CompletionParts, finish: str | None) -> Documents:
-        """Adds new parts of the answer to the output. Returns their events."""
+        """Adds new parts of the completion to the output. Returns their stream events."""
         events = self._add_text("reasoning", parts.thought) if parts.thought else []
         self._waiting += parts.tokens if self._scores else ()
         if parts.text:

@@ -1,5 +1,5 @@
-"""Structures that the completions of a request must match: OpenAI's `response_format`, vLLM's `structured_outputs`, and calls of
-tools."""
+"""Reads the structure that the completions of a request must match: OpenAI's `response_format`, vLLM's `structured_outputs`, and tool
+calls."""
 
 import json
 from collections.abc import Mapping
@@ -13,9 +13,11 @@ from argosy.serve.openai.fields import GenerationFields
 from argosy.serve.settings import ServerLimits
 from argosy.web.errors import ApiError, input_error
 
-# GBNF is translated to Lark by a program whose time grows with the square of the text: 16 kB take 1 s, 118 kB a minute.
+# The most characters of a GBNF grammar. The time to translate it to Lark grows with the square of its length: 16 kB take 1 s, 118 kB a
+# minute.
 MOST_GBNF = 16_384
-# Characters of a line, which may be a regular expression: compiling one of 16 kB may take 5 s, with the square of its length.
+# The most characters of a line, which may be a regular expression. The time to compile one grows with the square of its length: 16 kB
+# may take 5 s.
 MOST_LINE = 8_192
 
 
@@ -23,7 +25,8 @@ MOST_LINE = 8_192
 class StructureRequest:
     """The structure that a completion must match.
 
-    param: the field that asks for it.
+    structure: the grammar.
+    param: the field of the request that asks for it, for errors.
     """
 
     structure: Structure
@@ -31,10 +34,10 @@ class StructureRequest:
 
 
 def structure_request(fields: GenerationFields, limits: ServerLimits) -> StructureRequest | None:
-    """The structure that `response_format` or `structured_outputs` ask for; None: any text.
+    """Reads the structure that `response_format` or `structured_outputs` ask for; None: any text.
 
     Raises:
-        ApiError: both of them, a format that is not supported, or more than the limits allow.
+        ApiError: both are given, a format is not supported, or it exceeds the limits.
     """
     if fields.structured_outputs is None:
         structure = _format(fields.response_format)
@@ -45,7 +48,7 @@ def structure_request(fields: GenerationFields, limits: ServerLimits) -> Structu
 
 
 def _format(response_format: Any) -> dict[str, Any] | None:
-    """A `response_format` in the words of `structured_outputs`."""
+    """Converts a `response_format` to the fields of `structured_outputs`; None: any text."""
     kind = None if response_format is None else response_format.get("type")
     if response_format is None or response_format == {"type": "text"}:
         return None
@@ -69,10 +72,13 @@ def _format(response_format: Any) -> dict[str, Any] | None:
 
 
 def check_structure(fields: Mapping[str, Any], param: str, limits: ServerLimits) -> Structure:
-    """The structure that a completion must match.
+    """Checks the fields of `structured_outputs`, and returns the structure.
+
+    Args:
+        param: the field of the request that asks for it, for errors.
 
     Raises:
-        ApiError: it is wrong, or larger or deeper than the limits allow.
+        ApiError: the structure is invalid, or larger or deeper than the limits allow.
     """
     fields = dict(fields)
     if isinstance(fields.get("json"), str):
@@ -89,7 +95,11 @@ def check_structure(fields: Mapping[str, Any], param: str, limits: ServerLimits)
 
 
 def check_size(fields: Any, param: str, limits: ServerLimits) -> None:
-    """Checks a value against the limits on schemas."""
+    """Checks a JSON value against the limits on schemas.
+
+    Raises:
+        ApiError: it is too large, nested too deeply, or has a line that is too long.
+    """
     level, depth = [fields], 0
     while level := [inner for node in level if isinstance(node, dict | list) for inner in _inside(node)]:
         depth += 1

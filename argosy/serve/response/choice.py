@@ -1,4 +1,4 @@
-"""One answer while it is generated: tokens to text, log-probabilities, and why it ended. Nothing here knows a shape of the API."""
+"""One completion while it is generated: its text, log-probabilities and finish reason, independent of the API's formats."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,23 +9,23 @@ from argosy.infer.detokenize import Detokenizer
 from argosy.infer.engine.request import Event
 from argosy.infer.prompt_logprobs import PromptScores
 
-# JSON has no minus infinity. vLLM writes this.
+# Written in place of minus infinity, which JSON lacks, as in vLLM.
 LEAST_LOGPROB = -9999.0
-# Tokens at either end of a prompt that are read before its answer.
+# Number of tokens at either end of a prompt that are decoded before its completion.
 EDGE = 64
 
 
 @dataclass(frozen=True)
 class StopConditions:
-    """The conditions that end a completion besides its length, and how its text is written.
+    """The conditions that end a completion besides its length, and options for decoding its text.
 
-    stops: strings.
-    stop_tokens: ids that the request named.
-    eos: the model's own end-of-sequence token, None if the answer goes on after it.
-    least: tokens before a stop string counts.
-    include: the text keeps what ended it.
-    skip_special: special tokens are no text.
-    marks: texts of some special tokens, which are text nevertheless.
+    stops: the stop strings.
+    stop_tokens: the stop tokens that the request named.
+    eos: the end-of-sequence token; None: the completion continues after it.
+    least: number of tokens before a stop string counts.
+    include: whether the text keeps the stop string or stop token that ended it.
+    skip_special: whether special tokens are left out of the text.
+    marks: texts of some special tokens, which are not left out.
     """
 
     stops: Sequence[str] = ()
@@ -41,9 +41,9 @@ class StopConditions:
 class ScoredToken:
     """A token with its log-probability.
 
-    logprob: the log-probability by the model itself, before sampling settings.
-    likeliest: (token, logprob) of the most likely tokens, descending.
-    rank: rank of a prompt's token; 1 is the most likely.
+    logprob: the log-probability by the model alone, before sampling settings.
+    likeliest: (token, logprob) of the likeliest tokens, descending.
+    rank: for tokens of prompts, the rank by probability; 1: the likeliest.
     """
 
     token: int
@@ -56,7 +56,9 @@ class ScoredToken:
 class ChoicePiece:
     """The text and the token that a step added to a completion.
 
-    finish: why the answer has ended, None if it has not.
+    text: the new text, in whole characters.
+    tokens: the new token, or none.
+    finish: the finish reason; None: the completion has not ended.
     """
 
     text: str = ""
@@ -65,10 +67,16 @@ class ChoicePiece:
 
 
 class CompletionChoice:
-    """An answer to a prompt.
+    """One completion of a prompt, as it grows.
 
-    tokens: all its tokens, with the one that ended it.
-    stop_reason: the stop string or the stop token that ended it; None for the end-of-sequence token and for the length, as in vLLM.
+    tokens: all tokens, including the one that ended it.
+    pieces: the text that each event added.
+    finish: the finish reason; None: it has not ended.
+    stop_reason: the stop string or stop token that ended it. As in vLLM, None if the end-of-sequence token or the length did.
+
+    Args:
+        ending: the stop conditions.
+        begun: whether the first token keeps its leading space whatever the prompt is.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], ending: StopConditions, *, begun: bool = False):
@@ -85,7 +93,7 @@ class CompletionChoice:
         return "".join(self.pieces)
 
     def take(self, event: Event) -> ChoicePiece:
-        """Adds the token of an event, or its end."""
+        """Adds an event: a token, the end of the completion, or both. Returns what it added."""
         assert self.finish is None
         if event.token is None:
             self.finish, text = event.finish_reason, self._text.end()
@@ -111,8 +119,8 @@ class CompletionChoice:
 
 
 def _ends_of(prompt: Sequence[int]) -> Sequence[int]:
-    """A long prompt without its middle: how its answer decodes depends on whether text came before, and on its last bytes. Reading
-    all of it would take a second for each million tokens times n."""
+    """Cuts the middle out of a long prompt. Decoding a completion depends only on whether text came before, and on the prompt's last
+    bytes. Decoding all of a prompt would take a second for each million tokens, `n` times."""
     return prompt if len(prompt) <= 2 * EDGE else [*prompt[:EDGE], *prompt[-EDGE:]]
 
 
@@ -121,7 +129,7 @@ def _likeliest(event: Event) -> list[tuple[int, float]]:
 
 
 def scored_prompt(ids: Sequence[int], scores: PromptScores, top: int) -> list[ScoredToken]:
-    """The tokens of a prompt from its second on, with `top` likeliest tokens each."""
+    """The tokens of a prompt from the second on, each with the `top` likeliest tokens at its position."""
     likeliest = zip(scores.ids[:, :top].tolist(), scores.likeliest[:, :top].tolist(), strict=True)
     rows = zip(ids[1:], scores.logprobs.tolist(), likeliest, scores.ranks.tolist(), strict=True)
     return [
@@ -131,15 +139,15 @@ def scored_prompt(ids: Sequence[int], scores: PromptScores, top: int) -> list[Sc
 
 
 def _speaking(tokenizer: Any, ending: StopConditions) -> Any:
-    """The tokenizer, with the special tokens as text that the ending says."""
+    """The tokenizer, wrapped so that it decodes special tokens as `ending` says."""
     return SimpleNamespace(stream=lambda: tokenizer.stream(ending.skip_special, ending.marks))
 
 
 class TokenNames:
-    """Tokens as the text that log-probabilities show.
+    """The texts by which lists of log-probabilities name tokens.
 
     Args:
-        as_ids: `token_id:17` for every token, so that tokens with the same text can be told apart.
+        as_ids: whether to write every token as `token_id:17`, which distinguishes tokens with the same text.
     """
 
     def __init__(self, tokenizer: Any, as_ids: bool):
@@ -152,7 +160,8 @@ class TokenNames:
         return b"" if self.tokenizer is None else self.tokenizer.piece(token, False)
 
     def prompt_logprobs(self, ids: Sequence[int], scores: PromptScores, top: int) -> list[dict[str, Any] | None]:
-        """vLLM's `prompt_logprobs`: for each token of a prompt its own entry and those of the likeliest; null for the first."""
+        """vLLM's `prompt_logprobs`: for each token of a prompt, its own entry and those of the `top` likeliest tokens; null for the
+        first."""
         per_token: list[dict[str, Any] | None] = [None]
         for scored in scored_prompt(ids, scores, top):
             others = ((t, p, i) for i, (t, p) in enumerate(scored.likeliest, 1) if t != scored.token)

@@ -1,4 +1,4 @@
-"""Splits the text of an answer into thoughts, text and tool calls."""
+"""Splits the text of a completion into reasoning, text and tool calls."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +14,12 @@ from argosy.serve.response.reasoning import Start, ThoughtSplitter
 class CompletionFormat:
     """How the completions of a request are parsed.
 
-    notation: notation of tool calls; None: no tools.
-    start: where a completion starts; None: thoughts are not separated.
-    shows: whether the response includes the thoughts.
-    marks: special tokens that are parsed, as characters.
+    notation: the notation of tool calls; None: no tools were offered.
+    start: whether a completion starts inside its reasoning, after it, or may open it; None: reasoning is not split off.
+    shows: whether the response includes the reasoning.
+    marks: special tokens that are parsed, each with the character that it is decoded to.
     channels: whether special tokens divide a completion into channels, instead of `<think>`.
-    before: ids of the calls earlier in the conversation.
+    before: the ids of the calls earlier in the conversation.
     """
 
     notation: CallNotation | None = None
@@ -32,10 +32,12 @@ class CompletionFormat:
 
 @dataclass(frozen=True)
 class CompletionParts:
-    """The parts of a completion that one piece adds.
+    """The parts that one piece of text adds to a completion.
 
-    calls: all at the end of the answer.
-    tokens: those after the thoughts, with tool calls and the end token.
+    thought: the new reasoning.
+    text: the new text.
+    calls: all tool calls, in the last piece only.
+    tokens: the new tokens after the reasoning, including those of tool calls and the end token.
     """
 
     thought: str = ""
@@ -46,9 +48,9 @@ class CompletionParts:
 
 @dataclass
 class CompletionReader:
-    """Reads one answer piece by piece.
+    """Parses one completion piece by piece.
 
-    thought, text, calls, tokens: the answer so far.
+    thought, text, calls, tokens: the parts of the completion so far, as in `CompletionParts`.
     """
 
     reading: CompletionFormat
@@ -70,11 +72,11 @@ class CompletionReader:
 
     @property
     def thinking(self) -> int:
-        """Number of tokens up to and including the closing mark of the thoughts."""
+        """The number of tokens up to and including the closing mark of the reasoning; 0: there is no reasoning."""
         return self._passed if self._thoughts is not None and self._thoughts.any else 0
 
     def push(self, piece: ChoicePiece) -> CompletionParts:
-        """Adds the next piece."""
+        """Adds the next piece, and returns its parts."""
         parts = self._read(piece)
         self.thought += parts.thought
         self.text += parts.text
@@ -104,7 +106,7 @@ class CompletionReader:
         return CompletionParts(thought if self.reading.shows else "", text, calls, tokens)
 
     def _scored(self, tokens: Sequence[ScoredToken], ends: bool) -> list[ScoredToken]:
-        """The tokens after the thoughts. They are held back until it is certain whether the answer has thoughts."""
+        """The tokens after the reasoning. They are held back until it is certain whether the completion has reasoning."""
         assert self._thoughts is not None
         self._passed += len(tokens)
         self._pending += tokens

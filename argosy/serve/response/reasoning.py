@@ -1,8 +1,8 @@
-"""Reasoning models write thoughts between `<think>` and `</think>` before the answer (Qwen 3, DeepSeek R1, SmolLM 3).
+"""Splits off reasoning, which models write between `<think>` and `</think>` before the answer (Qwen 3, DeepSeek R1, SmolLM 3).
 
-Some chat templates open `<think>` at the end of the prompt, so the answer contains only the closing mark. Others switch thinking off
-by writing an empty pair there. So the end of the rendered prompt decides whether an answer starts inside its thoughts or after them;
-if it has neither mark, the model decides.
+Some chat templates write `<think>` at the end of the prompt, so the completion contains only the closing mark. Others switch thinking
+off by writing an empty pair there. So the end of the rendered prompt decides whether a completion starts inside its reasoning or after
+it. If the prompt ends with neither mark, the model decides.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,19 +14,19 @@ from argosy.serve.settings import REASONING, Parser
 from argosy.web.errors import ApiError
 
 OPEN, CLOSE = "<think>", "</think>"
-# Prompt tokens to search for a mark: `</think>` and line breaks take at most this many, even as single bytes.
+# Number of tokens at the end of a prompt that are searched for a mark. `</think>` and line breaks fit, even as single bytes.
 TAIL = 16
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-# Where an answer starts. open: inside its thoughts only if it writes `<think>` itself.
+# Where a completion starts: inside its reasoning, or after it. open: the completion may begin with `<think>` itself.
 Start = Literal["inside", "after", "open"]
 
 
 def parser_of(parser: Parser, tokenizer: Any) -> Parser:
-    """The parser to use with a tokenizer: `auto` becomes `none` where the marks cannot be found in text.
+    """The parser to use with a tokenizer. `auto` becomes `none` if the marks cannot be found in decoded text.
 
     Raises:
-        BadInput: a named parser, and the tokenizer has `</think>` as a special token, which decodes to nothing.
+        BadInput: a parser is named, but the tokenizer has `</think>` as a special token, which decodes to nothing.
     """
     if tokenizer is None:
         return "none"
@@ -40,16 +40,17 @@ def parser_of(parser: Parser, tokenizer: Any) -> Parser:
 
 
 def thinks(parser: Parser, template: str) -> bool:
-    """Whether to split thoughts between `<think>` and `</think>` off the answers of a model with this chat template."""
+    """Whether to split off reasoning between `<think>` and `</think>`, for a model with this chat template."""
     tags = REASONING[parser].tags
     return CLOSE in template if tags == "template" else tags
 
 
 def thought_start(parser: Parser, tokenizer: Any, prompt: Sequence[int], continued: str | None) -> Start:
-    """Whether the answer to a prompt starts inside of a thought, after one, or may open one itself.
+    """Whether the completion of a prompt starts inside its reasoning, after it, or may open it itself.
 
     Args:
-        continued: content of the last message, if the answer continues that message.
+        prompt: the token ids of the prompt.
+        continued: the content of the last message, if the completion continues that message; None: it does not.
     """
     if continued is not None:
         return "inside" if continued.rfind(OPEN) > continued.rfind(CLOSE) else "after"
@@ -81,24 +82,24 @@ def thinking_variables(effort: Effort | None, template: str) -> dict[str, Any]:
 
 
 class ThoughtSplitter:
-    """Splits thoughts from the answer as text arrives in pieces. Line breaks around the thoughts are dropped, as chat templates drop
-    them when they render the message again.
+    """Splits reasoning off a completion while its text arrives in pieces. Line breaks around the reasoning are dropped, as chat
+    templates drop them when they render the message again.
 
-    over: the thoughts have ended, or there are none.
-    any: the answer has thoughts.
+    over: whether the reasoning has ended, or there is none.
+    any: whether the completion has reasoning.
     """
 
     def __init__(self, start: Start):
         self.start, self.any = start, start == "inside"
         self.over = start == "after"
         self._held = ""
-        # The opening mark may still come; some models repeat the one in their prompt.
+        # Whether the opening mark may still come. Some models repeat the one in their prompt.
         self._begins = not self.over
-        # Line breaks between the closing mark and the answer may still come.
+        # Whether line breaks between the closing mark and the answer may still come.
         self._trims = False
 
     def push(self, text: str) -> tuple[str, str]:
-        """The pieces of thought and of answer that no later text can change."""
+        """Adds a piece of text. Returns the reasoning and the answer that no later text can change."""
         self._held += text
         if self._begins and not self._begun():
             return "", ""
@@ -135,7 +136,7 @@ class ThoughtSplitter:
         return text
 
     def end(self) -> tuple[str, str]:
-        """The rest of the thought and of the answer, at the end of the text."""
+        """Ends the completion. Returns the rest of its reasoning and of its answer."""
         rest, self._held = self._held, ""
         if self.any and not self.over:
             return rest.rstrip("\n"), ""
@@ -143,7 +144,7 @@ class ThoughtSplitter:
 
 
 def after_thoughts(structure: Structure, start: Start) -> Structure:
-    """The grammar of any thoughts followed by the structure. Where the model decides whether to think, thoughts are optional."""
+    """The grammar of any reasoning followed by the structure. Reasoning is optional if `start` is `open`."""
     if start == "after":
         return structure
     thoughts = f"thoughts BLANK? answer\nthoughts: {'' if start == 'inside' else 'OPENING '}thought"
@@ -159,6 +160,6 @@ def after_thoughts(structure: Structure, start: Start) -> Structure:
 
 
 def with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with its thoughts under both names, because chat templates read one or the other."""
+    """Copies a message, with its reasoning under both names, because chat templates read one or the other."""
     thought = message.get("reasoning_content") or message.get("reasoning")
     return dict(message) | ({"reasoning_content": thought, "reasoning": thought} if thought else {})

@@ -1,5 +1,5 @@
-"""The answers to the requests of one client: what the engine's thread and the event loop both know of them, and the queue through
-which their tokens come."""
+"""The engine requests of one client request: their state, which the engine's thread and the event loop share, and the queue of their
+events."""
 
 import asyncio
 import time
@@ -15,15 +15,18 @@ from argosy.web.errors import ApiError
 
 @dataclass(eq=False)
 class RequestRow:
-    """One request of the engine. The thread writes `number` and `admitted`, the event loop everything else.
+    """One engine request. The thread writes `number` and `admitted`, the event loop all other fields.
 
-    number: the engine's.
-    admitted: it takes part in steps.
-    began, last: when it did first, when its last token came.
-    reused: prompt tokens found in the prefix cache.
-    sampled: tokens of the answer.
-    done: it has ended.
-    left: its reader wants no more of it.
+    place: its index among the engine requests of the client request.
+    request: the engine request.
+    answers: the streams that it belongs to.
+    number: its id in the engine; -1: not added yet.
+    admitted: whether it takes part in steps.
+    began, last: the times of its first step and of its last token, on the clock of `time.monotonic`; None: not yet.
+    reused: number of prompt tokens found in the prefix cache.
+    sampled: number of sampled tokens.
+    done: whether it has ended.
+    left: whether its reader wants no further events.
     """
 
     place: int
@@ -41,23 +44,28 @@ class RequestRow:
 
 @dataclass(frozen=True)
 class StepNews:
-    """The news of one step: its time, rows that take part for the first time with their reused tokens, and new tokens."""
+    """The results of one step.
+
+    now: the time of the step, on the clock of `time.monotonic`.
+    began: rows that take part for the first time, each with its number of tokens from the prefix cache.
+    events: the new events, each with its row.
+    """
 
     now: float
     began: list[tuple[RequestRow, int]]
     events: list[tuple[RequestRow, Event]]
 
 
-# (which of the requests, its event), or why there are no more.
+# A queue of (index of the request, event), or of the error that ends all requests.
 Arrivals = asyncio.Queue[tuple[int, Event] | ApiError]
 
 
 @dataclass(frozen=True)
 class StreamPart:
-    """The part of a client's requests that one of several fronts answers.
+    """The part of a client request that one of several fronts runs.
 
-    places: of these requests among all.
-    news: events of all parts.
+    places: the indices of its engine requests among those of the client request.
+    news: the queue for the events of all parts.
     """
 
     places: Sequence[int]
@@ -65,7 +73,7 @@ class StreamPart:
 
 
 class Owner(Protocol):
-    """The front that admits completions and ends them: `serve.engine.front.Front`."""
+    """The interface of the front that admits and ends engine requests: `serve.engine.front.Front`."""
 
     async def admit(self, answers: "EventStreams") -> None: ...
 
@@ -73,12 +81,14 @@ class Owner(Protocol):
 
 
 class EventStreams:
-    """The completions of one client's requests, in the order in which their tokens arrive.
+    """The events of the engine requests of one client request. Iterating yields them in the order in which they arrive.
 
-    names: ids by which `Front.abort` finds them.
-    adapter: name of the adapter under which prompts are scored.
+    rows: the engine requests.
+    names: the ids by which `Front.abort` finds the client request.
+    adapter: the name of the adapter under which prompts are scored; None: the model alone.
     under: the adapter that had this name when the request was admitted; set by the engine's thread.
-    entered: whether the engine has received requests of it; set by the engine's thread.
+    entered: whether engine requests were added to the engine; set by the engine's thread.
+    scores: the future of the scores of the prompts.
     """
 
     def __init__(
@@ -105,10 +115,10 @@ class EventStreams:
         return self
 
     async def __anext__(self) -> tuple[int, Event]:
-        """The next (place, event), until every request has ended.
+        """Returns the next (index of the request, event), until every request has ended.
 
         Raises:
-            ApiError: the time is up, the server shuts down, or the engine has died.
+            ApiError: time ran out, the server is shutting down, or the engine has died.
         """
         while not (self.news.empty() and all(row.done for row in self.rows)):
             item = await self.news.get()
@@ -119,15 +129,15 @@ class EventStreams:
         raise StopAsyncIteration
 
     async def scored(self) -> list[PromptScores]:
-        """The scores of the prompts.
+        """Waits for the scores of the prompts, and returns them.
 
         Raises:
-            ApiError: as `__anext__`, or they cannot be computed.
+            ApiError: as `__anext__`, or the scores cannot be computed.
         """
         return await self.scores
 
     async def ended(self) -> list[Event]:
-        """The last event of each request, once all of them have ended.
+        """Waits until all requests have ended, and returns the last event of each.
 
         Raises:
             ApiError: as `__anext__`.
@@ -138,8 +148,8 @@ class EventStreams:
         return [events[row.place] for row in self.rows]
 
     async def more(self, requests: Sequence[Request]) -> list[Event]:
-        """Hands over further requests, now that the earlier ones have ended; returns the last event of each. They do not wait behind
-        a pause that lets requests finish, and the limits on waiting requests have been checked at the first ones.
+        """Opens further engine requests after the earlier ones have ended, waits for them, and returns the last event of each. A pause
+        that lets requests finish does not hold them, and limits on waiting requests were checked for the first ones only.
 
         Raises:
             ApiError: as `__anext__`, or the engine refuses one of them.
@@ -151,8 +161,8 @@ class EventStreams:
         return await self.ended()
 
     def end(self, place: int, reason: str) -> None:
-        """Ends one of the requests, if it has not ended: its text has reached a stop string. It has no further events, though the
-        engine may have been a token ahead."""
+        """Ends one of the requests, such as one whose text has reached a stop string. It gets no further events, even if the engine has
+        sampled more tokens."""
         self._end(self.rows[place], reason)
 
     def _end(self, row: RequestRow, reason: str) -> None:
@@ -161,7 +171,7 @@ class EventStreams:
             self.front.end(row, reason)
 
     def abort(self) -> None:
-        """Ends all of them; the reader gets what they have so far, with the reason `abort`."""
+        """Ends all requests. The reader gets their tokens so far, with the finish reason `abort`."""
         if self.prompts and not self.scores.done():
             return self.fail(ApiError("the request was aborted", status=503, code="aborted"))
         for row in self.rows:
@@ -170,15 +180,15 @@ class EventStreams:
                 self.news.put_nowait((row.place, Event(row.number, None, 0.0, "abort")))
 
     def fail(self, error: ApiError) -> None:
-        """Ends all of them; the reader gets the error."""
+        """Ends all requests with an error, which the reader gets."""
         for row in self.rows:
             self._end(row, "abort")
         if not self.scores.done():
             self.scores.set_exception(error)
-            # It counts as read: a reader that does not ask for scores gets the error from the queue.
+            # Marks the exception as retrieved: a reader that does not ask for scores gets the error from the queue.
             self.scores.exception()
         self.news.put_nowait(error)
 
     def reused(self, place: int) -> int:
-        """Prompt tokens found in the prefix cache."""
+        """The number of prompt tokens of a request that were found in the prefix cache."""
         return self.rows[place].reused

@@ -1,4 +1,4 @@
-"""Runs the engine requests of one API request and builds the response, whole or streamed. A `ResponseFormat` writes it for one API."""
+"""Runs the engine requests of one API request and builds the response, whole or streamed, in the `ResponseFormat` of the API."""
 
 import asyncio
 import time
@@ -34,10 +34,10 @@ Documents = Sequence[dict[str, Any]]
 class TokenCounts:
     """Token counts of a response so far.
 
-    prompt: each prompt once, whatever n is.
-    completion: generated tokens, with those that ended an answer, as in vLLM.
-    cached: prompt tokens found in the prefix cache.
-    thinking: generated tokens up to the end of the thoughts.
+    prompt: number of prompt tokens. Each prompt counts once, whatever `n` is.
+    completion: number of generated tokens. As in vLLM, those that ended a completion count.
+    cached: number of prompt tokens found in the prefix cache.
+    thinking: number of generated tokens up to the end of the reasoning.
     """
 
     prompt: int
@@ -49,9 +49,9 @@ class TokenCounts:
 class ResponseFormat(Protocol):
     """The response format of one API.
 
-    prefix: prefix of the response id.
-    named: whether stream events have a name, the `type` of their document.
-    scores: log-probabilities of each prompt if requested, set before any document is built.
+    prefix: the prefix of the response id.
+    named: whether stream events are named by the `type` of their JSON object.
+    scores: the log-probabilities of each prompt, if requested. Set before any method is called.
     """
 
     prefix: str
@@ -59,35 +59,45 @@ class ResponseFormat(Protocol):
     scores: Sequence[PromptScores]
 
     def whole(self, job: "GenerationJob") -> dict[str, Any]:
-        """The whole response."""
+        """Returns the whole response."""
         ...
 
     def opening(self, job: "GenerationJob") -> Documents:
-        """Documents that open a stream, before the first token."""
+        """Returns the JSON objects that open a stream, before the first token."""
         ...
 
     def step(self, job: "GenerationJob", place: int, piece: ChoicePiece, parts: CompletionParts) -> Documents:
-        """The documents that a stream sends for one new token."""
+        """Returns the JSON objects that a stream sends for one new event of a completion.
+
+        Args:
+            place: index of the completion.
+            piece: the text and the token that the event added.
+            parts: the same, split into reasoning, text and calls.
+        """
         ...
 
     def closing(self, job: "GenerationJob") -> Documents:
-        """Documents that end a stream."""
+        """Returns the JSON objects that end a stream."""
         ...
 
     def failure(self, job: "GenerationJob", error: ApiError) -> dict[str, Any]:
-        """The last document of a stream that has failed."""
+        """Returns the last JSON object of a stream that has failed."""
         ...
 
 
 @dataclass
 class GenerationJob:
-    """One API request.
+    """One validated API request.
 
-    prompts: token ids, each answered `n` times.
-    requests: engine requests in that order, empty if only the prompts are scored.
-    wanted: what the answers must match.
-    reading: how answers are split into thoughts, text and calls.
-    searches: the beam search for the answers to each prompt, in place of `requests`.
+    service: the service of the model.
+    fields: the fields of the request's body.
+    prompts: the token ids of each prompt, which is completed `n` times.
+    requests: the engine requests, `n` for each prompt in order; empty if prompts are only scored.
+    shape: the format of the response.
+    wanted: the structure that completions must match; None: any text.
+    reading: how completions are split into reasoning, text and calls.
+    searches: the beam search for the completions of each prompt, in place of `requests`; empty: none.
+    created: when the request arrived, in seconds since 1970.
     """
 
     service: Service
@@ -117,25 +127,25 @@ class GenerationJob:
         self._answers: EventStreams | RequestParts | None = None
 
     async def compile(self, threads: Executor) -> None:
-        """Compiles the grammar of the answers.
+        """Compiles the grammar of the completions.
 
         Raises:
-            ApiError: it is unsupported, takes too long, or too many others are being compiled.
+            ApiError: the grammar is unsupported, compiling takes too long, or too many grammars are being compiled.
         """
         assert self.wanted is not None
         compiled = asyncio.get_running_loop().run_in_executor(threads, self.service.grammar, self.wanted)
         try:
-            # A grammar may wait for a thread as long as one may compile.
+            # Waiting for a thread has the same time limit as compiling.
             grammar = await asyncio.wait_for(compiled, 2 * self.service.limits.compile_seconds)
         except TimeoutError:
             raise service_unavailable("too many grammars are being compiled, try again later", "grammar_queue_full") from None
         self.requests = [replace(request, grammar=grammar) for request in self.requests]
 
     async def compile_prompts(self, threads: Executor) -> None:
-        """Compiles the programs that score the prompts, while other answers keep running.
+        """Compiles the programs that score the prompts, while other requests keep running.
 
         Raises:
-            ApiError: it takes too long.
+            ApiError: compiling takes too long.
         """
         prompts, limit = self.service.front.prompts, self.service.limits.seconds
         if sizes := prompts.missing(self.scored):
@@ -146,14 +156,14 @@ class GenerationJob:
                 raise timed_out(limit) from None
 
     async def respond(self, http: HttpRequest) -> Response:
-        """The HTTP response. A client that disconnects cancels its engine requests. The header `x-weight-version` names the weights
-        that it began with, once an update has named some."""
+        """Runs the request, and returns the HTTP response. If the client disconnects, its engine requests are aborted. Once an update
+        has named the weights, the header `x-weight-version` has the version that the request began with."""
         version = self.service.weight_version
         if not self.fields.stream:
             response: Response = Json(await while_connected(http.receive, self.answered()))
         else:
             documents = self.streamed()
-            # Errors before the first document still get their own HTTP status.
+            # Errors before the first JSON object get their own HTTP status.
             first = await while_connected(http.receive, anext(documents))
             failure = partial(self.shape.failure, self)
             response = EventStream(first, documents, self.service.limits.seconds, self.shape.named, failure)
@@ -163,16 +173,16 @@ class GenerationJob:
 
     @property
     def _names(self) -> tuple[str, ...]:
-        """The names by which /abort_requests may call it."""
+        """The ids by which /abort_requests may name the request."""
         return (self.id, *([self.fields.request_id] if self.fields.request_id else []))
 
     def _opened(self) -> AbstractAsyncContextManager[EventStreams | RequestParts]:
-        """Hands it to the engine."""
+        """Opens its engine requests."""
         service = self.service
         return service.front.open(self.requests, self.scored, self._names, service.adapter_of(self.fields.model))
 
     async def answered(self) -> dict[str, Any]:
-        """The response as one document."""
+        """Runs the request to its end. Returns the response as one JSON object."""
         if self.searches:
             await self._search()
             return self.shape.whole(self)
@@ -185,7 +195,7 @@ class GenerationJob:
         return self.shape.whole(self)
 
     async def _search(self) -> None:
-        """Runs the searches beside each other, and makes their answers the choices."""
+        """Runs the beam searches concurrently, and fills the choices with their completions."""
         async with AsyncExitStack() as stack:
             opened = []
             for i, search in enumerate(self.searches):
@@ -211,7 +221,7 @@ class GenerationJob:
                 reader.push(choice.take(event._replace(top=event.top[:top])))
 
     async def streamed(self) -> AsyncGenerator[dict[str, Any]]:
-        """The documents of the stream."""
+        """Runs the request, and yields the JSON objects of the stream."""
         async with self._opened() as answers:
             self._answers = answers
             if self.scored:
@@ -244,10 +254,10 @@ class GenerationJob:
 
 
 class Choices:
-    """The format that completions and chats share: documents with a list of choices.
+    """The base of the formats of completions and chats, whose JSON objects have a list of choices.
 
-    prefix: prefix of the response id.
-    kind, part: the `object` of a whole document and of a stream chunk.
+    prefix: the prefix of the response id.
+    kind, part: the field `object` of a whole response and of a stream chunk.
     """
 
     prefix: str
@@ -260,19 +270,19 @@ class Choices:
         self.scores: Sequence[PromptScores] = ()
 
     def opened(self, place: int) -> dict[str, Any] | None:
-        """The choice that opens the stream of an answer, before its first token; None for none."""
+        """The choice that opens the stream of a completion, before its first token; None: nothing is sent."""
         raise NotImplementedError
 
     def chunk(self, place: int, choice: CompletionChoice, piece: ChoicePiece, parts: CompletionParts) -> dict[str, Any]:
-        """The choice of a stream chunk for one new token."""
+        """The choice of a stream chunk, for one new event of a completion."""
         raise NotImplementedError
 
     def choice(self, place: int, choice: CompletionChoice, reader: CompletionReader) -> dict[str, Any]:
-        """The choice of a whole answer."""
+        """The choice of a whole completion."""
         raise NotImplementedError
 
     def about_prompt(self) -> dict[str, Any]:
-        """Further fields of a whole document."""
+        """Further fields of a whole response, about the prompt."""
         return {}
 
     def whole(self, job: GenerationJob) -> dict[str, Any]:
