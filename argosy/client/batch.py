@@ -1,6 +1,6 @@
-"""Answers the rows of a file through a server, or through the application of one in this process.
+"""Sends the requests of a batch file to a server, or to a server's application in this process, and writes the responses.
 
-Up to `concurrent` rows are queued at a time: the engine batches thousands as it steps. No jax here: a server is a `Transport`.
+Up to `concurrent` requests are open at a time, which the engine batches. No jax here: a server is a `ClientTransport`.
 """
 
 import asyncio
@@ -14,12 +14,12 @@ from argosy.client.batch_files import BatchOutput, BatchRow, invalid_row_result,
 from argosy.client.client import AsgiTransport, ClientTransport, ConnectionFailed
 from argosy.client.settings import BatchSettings
 
-# Routes whose requests take a seed, at any server and at ours.
+# Routes whose requests take a seed: on any server, and on those of this project.
 SEEDED = ("/v1/completions", "/v1/chat/completions")
 SEEDED_HERE = (*SEEDED, "/v1/responses", "/v1/messages")
-# Statuses of a server that has no time. They are never an answer: the request is sent again, or the run stops and can be resumed.
-NO_TIME = (429, 503)
-# Times a request is sent to a server over a network, and the longest wait between them.
+# Statuses of an overloaded server. They are never written as a response: the request is sent again, or the run stops and can be
+# resumed. _TIME = (429, 503)
+# How often a request is sent to a server over a network, and the longest wait between attempts.
 TRIES, LONGEST_WAIT_S = 6, 30.0
 
 async def complete_batch(
@@ -32,14 +32,16 @@ async def complete_batch(
     stop: Callable[[], Any],
     say: Callable[[], Any] = lambda: None,
 ) -> None:
-    """Answers the rows that `out` lacks. Returns when all are there, or soon after `stop()` is true.
+    """Sends the requests whose responses `out` lacks, and writes the responses. Returns when all are written, or soon after `stop()`
+    returns true.
 
     Args:
-        tries: how often a request is sent to a server that has no time for it, or hangs up.
+        source: the file of requests.
+        tries: how often a request is sent if the server is overloaded or closes the connection.
         say: called ten times a second.
 
     Raises:
-        ConnectionFailed: the server has no time for a request, or is gone. The completions that are there by then are written.
+        ConnectionFailed: the server stays overloaded, or cannot be reached. Responses that arrived before are written.
     """
     work = asyncio.create_task(_answer_all(source, out, server, settings, tries))
     while not work.done():
@@ -77,7 +79,7 @@ async def _answer_all(source: Path, out: BatchOutput, server: ClientTransport, s
 
 
 def row_seed(row: BatchRow, server: ClientTransport, settings: BatchSettings) -> dict[str, int]:
-    """The `seed` to add to a row: none if it has one, or if the API that it is sent to has no such field."""
+    """The field `seed` to add to a request; empty if it has one already, or if its route has no such field."""
     if row.url not in (SEEDED_HERE if isinstance(server, AsgiTransport) else SEEDED) or row.body.get("seed") is not None:
         return {}
     return {"seed": settings.seed * 2**32 + row.line}
@@ -106,7 +108,7 @@ async def _answered(row: BatchRow, server: ClientTransport, more: Mapping[str, A
 
 def _document(row: BatchRow, status: int, content: bytes) -> dict[str, Any]:
     try:
-        # NaN, which is no JSON, becomes null.
+        # NaN, which is not valid JSON, becomes null.
         body = json.loads(content, parse_constant=lambda _: None) if content else None
     except ValueError:
         body = {"error": {"message": content[:200].decode("utf-8", "replace")}}

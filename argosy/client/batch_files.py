@@ -1,13 +1,13 @@
-"""The files of a batch, in OpenAI's layout: requests, and their answers, a line a row.
+"""The files of a batch, in OpenAI's format: a JSON object per line for each request, and for each response.
 
     {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {...}}
     {"id": "batch_req_1", "custom_id": "a", "response": {"status_code": 200, "request_id": ..., "body": {...}}, "error": null}
 
-The number in `id` is the row's line in the input, and that is all a resumed run needs to know which rows are done: answers are
-appended whole, in the order in which they end, and a last line without its line break is one that a kill cut short. What the output
-was begun with stands beside it in OUT.run.json, so that no file mixes the answers of two models.
+The number in `id` is the request's line in the input, by which a resumed run knows which requests are done. Responses are appended as
+whole lines, in the order in which they arrive. If the run was killed, the last line may lack its line break, and is removed. The model
+and the settings of a run are written to OUT.run.json, so that no output mixes the responses of two models.
 
-Knows nothing of servers.
+This module does not know servers.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from argosy.core.errors import ArgosyError, BadInput, Busy, Damaged
 from argosy.core.formats.recognize import HEAD_BYTES, refuse_binary
 
 FIELDS = {"custom_id", "method", "url", "body"}
-# Power may fail too: what was written by then is safe.
+# Seconds between syncs to disk. Responses written before a sync survive a power failure.
 SYNC_S = 5.0
 
 
@@ -34,7 +34,11 @@ SYNC_S = 5.0
 class BatchRow:
     """A line of the input.
 
-    fault: why it is no request, None if it is one.
+    line: its line number, from 1.
+    custom_id: the client's id of the request.
+    url: the route, such as /v1/completions.
+    body: the body of the request.
+    fault: the reason why the line is no valid request; None: it is one.
     """
 
     line: int
@@ -45,10 +49,10 @@ class BatchRow:
 
 
 def read_batch_rows(path: Path) -> Iterator[BatchRow]:
-    """The rows of a file; blank lines are none.
+    """Yields the rows of a file. Blank lines are skipped.
 
     Raises:
-        BadInput: it holds no text but something else, such as a table or an archive.
+        BadInput: the file is binary, such as a table or an archive.
     """
     seen: dict[str, int] = {}
     with path.open("rb") as file:
@@ -96,10 +100,10 @@ def _row(number: int, line: bytes) -> BatchRow:
 
 
 def file_fingerprint(path: Path) -> dict[str, Any]:
-    """Identifies the version of a file: size and sha256.
+    """Identifies the version of a file by its size and SHA-256 hash.
 
     Raises:
-        BadInput: it cannot be read.
+        BadInput: the file cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -110,8 +114,8 @@ def file_fingerprint(path: Path) -> dict[str, Any]:
 
 
 def file_stamp(model: str) -> dict[str, Any]:
-    """Identifies the version of a model without reading its weights: sizes and times of its files; for a run directory, its newest
-    checkpoint."""
+    """Identifies the version of a model without reading its weights, by the sizes and modification times of its files. A run directory
+    is identified by its newest checkpoint."""
     path = Path(model)
     if not path.exists():
         return {"address": model}
@@ -124,7 +128,7 @@ def file_stamp(model: str) -> dict[str, Any]:
 
 
 def invalid_row_result(row: BatchRow) -> dict[str, Any]:
-    """The answer to a line that is no request."""
+    """The output line for an input line that is no valid request."""
     error = {"code": "invalid_line", "message": row.fault, "line": row.line}
     return {"id": f"batch_req_{row.line}", "custom_id": row.custom_id, "response": None, "error": error}
 
@@ -133,14 +137,21 @@ def invalid_row_result(row: BatchRow) -> dict[str, Any]:
 
 
 class BatchOutput:
-    """The file of answers, which is created, or repaired and continued.
+    """The output file. It is created, or repaired and continued.
+
+    done: the line numbers of the requests whose responses are written.
+    failed: number of error responses.
+    prompt_tokens, tokens: the sums of prompt and completion tokens that responses report.
+    first_error: the first error message; None: there is none.
+    was_torn: whether the last line was incomplete, and was removed.
 
     Args:
-        begun: what the answers depend on: input, model, settings.
+        begun: the input, model and settings that responses depend on.
 
     Raises:
-        BadInput: the file was begun with something else, or by something else. Busy: another process writes it. Damaged: a line that
-            is not the last one is no answer.
+        BadInput: the file was begun with another input, model or settings, or by another program.
+        Busy: another process writes the file.
+        Damaged: a line other than the last is no response.
     """
 
     def __init__(self, path: Path, begun: Mapping[str, Any]):
@@ -177,10 +188,10 @@ class BatchOutput:
         os.close(self._file)
 
     def write(self, document: Mapping[str, Any]) -> None:
-        """Appends an answer.
+        """Appends a response.
 
         Raises:
-            ArgosyError: the disk is full, or gone.
+            ArgosyError: the file cannot be written, for example because the disk is full.
         """
         if self._broken is not None:
             raise self._broken
@@ -193,7 +204,7 @@ class BatchOutput:
                 self._synced_at = time.monotonic()
                 os.fsync(self._file)
         except OSError as error:
-            # Half a line may be there, and nothing may follow it.
+            # Part of a line may have been written. It is removed, so that no other line follows it.
             with suppress(OSError):
                 os.ftruncate(self._file, self._whole)
             problem = f"cannot write {self.path}: {(error.strerror or '').lower()}"
@@ -216,7 +227,7 @@ class BatchOutput:
             pass
 
     def _begin(self, begun: Mapping[str, Any]) -> None:
-        """Notes what the answers depend on, before the first one."""
+        """Writes what responses depend on to OUT.run.json, before the first response."""
         new = self.note.with_name(f".{self.note.name}.{os.getpid()}")
         with new.open("w", encoding="utf-8") as file:
             file.write(json.dumps(begun, indent=2) + "\n")
@@ -236,7 +247,7 @@ class BatchOutput:
             raise BadInput(f"{self.path} was begun with {different[0]}", where="; ".join(different[1:]) or None, hint=another)
 
     def _read(self) -> None:
-        """Learns what is done, and removes a last line that was cut short."""
+        """Reads which requests are done, and removes an incomplete last line."""
         with open(self._file, "rb", closefd=False) as file:
             file.seek(0)
             for number, line in enumerate(file, 1):
@@ -261,13 +272,13 @@ class BatchOutput:
             self.first_error = self.first_error or _message(document)
         usage = body.get("usage") if isinstance(body, dict) else None
         if isinstance(usage, dict):
-            # The second names are those of /v1/responses and /v1/messages.
+            # /v1/responses and /v1/messages use the second names.
             self.prompt_tokens += usage.get("prompt_tokens") or usage.get("input_tokens") or 0
             self.tokens += usage.get("completion_tokens") or usage.get("output_tokens") or 0
 
 
 def _different(before: Any, now: Any, name: str = "") -> Iterator[str]:
-    """Where two trees differ, in words. A file that was moved is the same file."""
+    """Yields the differences between two JSON values, as text. A file that was moved counts as the same file."""
     if isinstance(before, dict) and isinstance(now, dict):
         if "address" not in before or "address" not in now:
             for key in sorted({*before, *now}):
@@ -282,12 +293,12 @@ def _different(before: Any, now: Any, name: str = "") -> Iterator[str]:
 
 
 def _message(document: Mapping[str, Any]) -> str:
-    """Why a row failed."""
+    """The error message of a response."""
     if document["error"] is not None:
         return document["error"]["message"]
     body = document["response"]["body"]
     error = body.get("error") if isinstance(body, dict) else None
     why = error.get("message") if isinstance(error, dict) else None
     text = f"{document['custom_id']}: {why or 'status ' + str(document['response']['status_code'])}"
-    # JSON may hold half of a surrogate pair, which no terminal takes.
+    # JSON may have half of a surrogate pair, which cannot be printed.
     return text.encode("utf-8", "backslashreplace").decode()

@@ -1,8 +1,8 @@
-"""Loads a server with streamed requests, and measures each on the client's clock.
+"""Loads a server with streamed requests, and measures each with the client's clock.
 
-The clock of a request starts when it is sent and stops at its last token. A token's time is that of the event that carried it; token
-counts are the server's own `usage`. The client's own cost is measured too: a client that is busy all the time measures
-itself.
+The time of a request runs from when it is sent to its last token. The time of a token is that of the event that carried it. Token
+counts are taken from the server's `usage`. The client's own CPU time is measured too, because a client that is always busy would
+measure itself.
 """
 
 import asyncio
@@ -24,20 +24,23 @@ from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-# Vocabulary of a server that does not report one: no tokenizer has fewer than 256 bytes.
+# The vocabulary size that is assumed if a server does not report one: every tokenizer has at least 256 tokens, one for each byte.
 LEAST_VOCAB = 256
 
 
 @dataclass
 class RequestOutcome:
-    """One request. Times in seconds.
+    """The measurements of one request. Times are in seconds.
 
-    start: since the round began.
-    ttft: from start to the first token.
-    itls: between events with tokens.
-    latency: from start to the last token.
+    start: the time from the beginning of the round to the start of the request.
     max_tokens: the most output tokens.
-    error: why it failed, None if it did not.
+    ttft: the time from the start to the first token.
+    itls: the times between consecutive events with tokens.
+    latency: the time from the start to the last token.
+    input_len, output_len: numbers of prompt and completion tokens.
+    cached: number of prompt tokens found in the server's prefix cache.
+    text: the text of the completion.
+    error: the error message; None: the request succeeded.
     """
 
     start: float
@@ -53,16 +56,20 @@ class RequestOutcome:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per output token after the first; None if there is no second one."""
+        """Seconds per output token after the first; None: there is no second token."""
         return (self.latency - self.ttft) / (self.output_len - 1) if self.output_len > 1 else None
 
 
 @dataclass
 class BenchRound:
-    """All requests of one round.
+    """The measurements of one round.
 
-    server: 0, or 1 for the second one of a comparison.
-    cpu: CPU seconds of this process meanwhile.
+    server: index of the server; 1: the second one of a comparison.
+    url: the URL of the server.
+    model: the name of the model.
+    outcomes: the measurements of each request.
+    duration: seconds from the first request to the end of the last.
+    cpu: CPU seconds that this process used meanwhile.
     """
 
     server: int
@@ -74,10 +81,12 @@ class BenchRound:
 
 
 class BenchServer:
-    """A server under load.
+    """A server to be measured.
 
     Args:
-        say: called with the number of requests that have ended.
+        url: the URL of the server.
+        key: the API key; None: none.
+        say: called with a progress message after each request.
     """
 
     def __init__(self, url: str, settings: BenchSettings, key: str | None, say: Callable[[str], None] | None = None):
@@ -86,10 +95,10 @@ class BenchServer:
         self.model, self.vocab = settings.model or "", settings.vocab or LEAST_VOCAB
 
     async def find(self) -> None:
-        """Asks for the name of the model, and the size of its vocabulary.
+        """Asks the server for the name of its model and the size of the vocabulary, and sets `model` and `vocab`.
 
         Raises:
-            ConnectionFailed, RequestRefused: the server cannot be reached, or refuses.
+            ConnectionFailed, RequestRefused: the server cannot be reached, or refuses the request.
         """
         if self.settings.model and self.settings.vocab:
             return
@@ -106,7 +115,13 @@ class BenchServer:
             self.vocab = vocab
 
     async def round(self, source: SampleSource, seed: int, vocab: int, place: int = 0) -> BenchRound:
-        """One round: a first request, warm-ups, then the requests that count. Equal seeds ask the same.
+        """Runs one round: a first request, warm-up requests, then the requests that are measured.
+
+        Args:
+            source: the source of prompts.
+            seed: rounds with equal seeds have equal prompts, except for random token ids of different servers.
+            vocab: random token ids are below this.
+            place: index of the server.
 
         Raises:
             ConnectionFailed, RequestRefused: the first request fails.
@@ -119,7 +134,7 @@ class BenchServer:
             await self._send(RequestOutcome(0.0), samples[0], time.perf_counter(), source)
         await self._send_all(samples[1:extra], [0.0] * (extra - 1), source)
         delays = arrivals(settings, np.random.default_rng([settings.seed, seed, 1]))
-        # A collection in the middle of the round would be measured as the server's.
+        # Garbage is collected now, because a collection during the round would be measured as time of the server.
         gc.collect()
         cpu, start = time.process_time(), time.perf_counter()
         outcomes = await self._send_all(samples[extra:], delays, source)
@@ -128,7 +143,7 @@ class BenchServer:
 
     @contextmanager
     def _address_in_errors(self) -> Iterator[None]:
-        """Says in an error which server it comes from."""
+        """Adds the server's URL to errors that are raised inside."""
         try:
             yield
         except ArgosyError as error:
@@ -136,7 +151,7 @@ class BenchServer:
             raise
 
     async def _send_all(self, samples: Sequence[BenchSample], delays: Sequence[float], source: SampleSource) -> list[RequestOutcome]:
-        """Sends each sample at its time, in seconds from now."""
+        """Sends each sample after its delay, in seconds from now, and waits for all responses."""
         most = self.settings.max_concurrency
         gate = asyncio.Semaphore(most) if most else None
         start, ended = time.perf_counter(), 0
@@ -167,10 +182,10 @@ class BenchServer:
         return [task.result() for task in tasks]
 
     async def _send(self, outcome: RequestOutcome, sample: BenchSample, start: float, source: SampleSource) -> None:
-        """Sends one request and fills in its outcome.
+        """Sends one request, and fills in its outcome in place.
 
         Raises:
-            ConnectionFailed, RequestRefused: there is no whole answer.
+            ConnectionFailed, RequestRefused: there is no whole response.
         """
         last, usage = start, None
         body = self.body(sample, source)
@@ -202,7 +217,7 @@ class BenchServer:
             raise ConnectionFailed("the stream held no token")
 
     def body(self, sample: BenchSample, source: SampleSource) -> dict[str, Any]:
-        """The request."""
+        """The body of the request for a sample."""
         settings = self.settings
         body: dict[str, Any] = {"model": self.model, "temperature": settings.temperature, "stream": True}
         body |= {"max_tokens": sample.output_len or OUTPUT_LEN, "stream_options": {"include_usage": True}}
@@ -220,7 +235,7 @@ class BenchServer:
 
 
 def event_text(document: dict[str, Any]) -> str | None:
-    """The text of a stream's event; None if no token came with it, as in the event that opens a chat's answer."""
+    """The text of an event of the stream; None if the event carries no token, as the one that opens a chat completion."""
     choices = document.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         return None
@@ -231,13 +246,13 @@ def event_text(document: dict[str, Any]) -> str | None:
     text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
     if text or delta.get("tool_calls") or choices[0].get("finish_reason"):
         return text if isinstance(text, str) else ""
-    # An event with a role and nothing else comes before the first token.
+    # An event with only a role comes before the first token.
     return None if "role" in delta or not delta else ""
 
 
 def arrivals(settings: BenchSettings, random: np.random.Generator) -> list[float]:
-    """When each request is sent, in seconds: gamma distributed gaps, scaled so that the last one comes when the rate says, as in vLLM.
-    Otherwise two seeds would measure two rates."""
+    """The time at which each request is sent, in seconds. As in vLLM, gaps have a gamma distribution, and are scaled so that the last
+    request is sent at the time that the rate implies. Otherwise different seeds would have different rates."""
     count, rate = settings.num_prompts, settings.request_rate
     if math.isinf(rate):
         return [0.0] * count
@@ -247,7 +262,8 @@ def arrivals(settings: BenchSettings, random: np.random.Generator) -> list[float
 
 
 async def run_bench(servers: Sequence[BenchServer], source: SampleSource, rounds: int) -> list[BenchRound]:
-    """Rounds of each server, in the order A B B A A B B A ..., with equal requests for all in each."""
+    """Runs `rounds` rounds on each server, in the order A B B A A B B A ... Each round sends equal requests to all servers, except that
+    random token ids differ. Closes the connections at the end."""
     try:
         for server in servers:
             await server.find()

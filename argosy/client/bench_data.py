@@ -1,4 +1,4 @@
-"""The prompts of a benchmark: random token ids of exact length, or those of a file."""
+"""The prompts of a benchmark: random token ids with exact lengths, or the prompts of a file."""
 
 import json
 from collections.abc import Sequence
@@ -14,18 +14,19 @@ from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.core.formats.recognize import HEAD_BYTES, refuse_binary
 
-# Tokens of an answer where nothing says another number.
+# The default number of tokens of a completion.
 OUTPUT_LEN = 128
-# Conversations of ShareGPT outside these lengths in tokens are left out, as vLLM leaves them out.
+# As in vLLM, conversations of ShareGPT outside these lengths in tokens are left out.
 SHORTEST, LONGEST_PROMPT, LONGEST = 4, 1024, 2048
 
 
 @dataclass(frozen=True)
 class BenchSample:
-    """One request.
+    """The prompt of one request.
 
-    prompt: text, token ids, or the messages of a chat.
-    output_len: most tokens of its answer; None: as many as `reply` has.
+    prompt: a text, token ids, or the messages of a chat.
+    output_len: the most tokens of the completion; None: as many as `reply` has.
+    reply: the reply in a ShareGPT conversation; None: the sample is no such conversation.
     """
 
     prompt: str | list[int] | list[dict[str, Any]]
@@ -34,13 +35,12 @@ class BenchSample:
 
 
 class SampleSource:
-    """Where samples come from.
+    """The source of samples: random token ids, or a file.
 
-    Args:
-        vocab: random token ids are below this.
+    file: the samples of the file; None: prompts are random.
 
     Raises:
-        BadInput: the file cannot be read, or holds no prompts, or chats for a route that takes none.
+        BadInput: the file cannot be read, has no prompts, or has prompts that the route does not take.
     """
 
     def __init__(self, settings: BenchSettings):
@@ -52,11 +52,13 @@ class SampleSource:
         return self.file is None
 
     def samples(self, count: int, seed: int, vocab: int, server: int = 0) -> list[BenchSample]:
-        """So many samples. The samples of a file are shuffled, and repeated where it has fewer.
+        """Returns `count` samples. Those of a file are shuffled, and repeated if there are fewer.
 
         Args:
-            server: random prompts of another server have equal lengths and other ids. Two addresses may be one server, whose prefix
-                cache would know the prompts of the round before.
+            seed: equal seeds give equal samples.
+            vocab: random token ids are below this.
+            server: index of the server. Random prompts for different servers have equal lengths but different ids, because two URLs may
+                be one server, whose prefix cache would have the prompts of the other round.
         """
         random = np.random.default_rng([self.settings.seed, seed])
         if self.file is None:
@@ -69,24 +71,27 @@ class SampleSource:
 def random_samples(
     settings: BenchSettings, count: int, vocab: int, random: np.random.Generator, ids: np.random.Generator
 ) -> list[BenchSample]:
-    """Samples of random token ids, each of exactly the length that was drawn for it.
+    """Draws samples of random token ids. Each has exactly the length that was drawn for it.
 
     Args:
-        random: draws the lengths. ids: draws the ids.
+        vocab: token ids are below this.
+        random: the generator of the lengths.
+        ids: the generator of the ids.
     """
 
     def lengths(mean: int) -> list[int]:
         low, high = int(mean * (1 - settings.range_ratio)), int(mean * (1 + settings.range_ratio))
         return random.integers(max(low, 1), high + 1, count).tolist()
 
-    # The prefix is that of every round and every server.
+    # All rounds and servers share the prefix.
     prefix = np.random.default_rng(settings.seed).integers(0, vocab, settings.prefix_len).tolist()
     inputs, outputs = lengths(settings.input_len), lengths(settings.output_len or OUTPUT_LEN)
     return [BenchSample(prefix + ids.integers(0, vocab, n).tolist(), m) for n, m in zip(inputs, outputs)]
 
 
 def read_samples(path: Path, settings: BenchSettings) -> list[BenchSample]:
-    """The samples of a file: ShareGPT where it is one JSON list, JSONL where its first line is an object, otherwise text.
+    """Reads the samples of a file. A JSON list is read as ShareGPT's format, a file whose first line is a JSON object as JSONL, and any
+    other file as text with one prompt per line.
 
     Raises:
         BadInput: as `SampleSource`.
@@ -133,7 +138,7 @@ def _of_line(line: str, number: int, path: Path, output_len: int | None) -> Benc
 
 
 def _sharegpt(text: str, path: Path, output_len: int | None) -> list[BenchSample]:
-    """The first question of each conversation, with its answer, whose length becomes `output_len`."""
+    """Samples with the first question of each conversation, and its reply, whose length is used if `output_len` is None."""
     try:
         rows = json.loads(text)
     except ValueError as error:
@@ -149,10 +154,10 @@ def _sharegpt(text: str, path: Path, output_len: int | None) -> list[BenchSample
 
 
 def sharegpt_samples(samples: Sequence[BenchSample], lengths: Sequence[tuple[int, int]]) -> list[BenchSample]:
-    """ShareGPT's samples with the lengths of their answers, without those that are very short or long.
+    """Sets the output length of ShareGPT's samples to that of their replies, and leaves out very short and very long samples.
 
     Args:
-        lengths: tokens of each prompt and of its reply.
+        lengths: number of tokens of each prompt and of its reply.
     """
     usable_samples = []
     for sample, (prompt, reply) in zip(samples, lengths):
@@ -165,8 +170,8 @@ def sharegpt_samples(samples: Sequence[BenchSample], lengths: Sequence[tuple[int
 async def prepare_samples(
     server: ClientTransport, source: SampleSource, samples: list[BenchSample], model: str, api: str
 ) -> list[BenchSample]:
-    """Samples as the server takes them. The lengths of ShareGPT's answers are counted by its tokenizer, and random token ids become
-    text where the route takes no ids.
+    """Converts samples to those that the server takes. The server's tokenizer counts the tokens of ShareGPT's replies. Random token ids
+    become text if the route takes no ids.
 
     Raises:
         BadInput: the server has no /tokenize or /detokenize.
@@ -182,7 +187,7 @@ async def prepare_samples(
 
 
 async def token_count(server: ClientTransport, text: str, model: str) -> int:
-    """Number of a text's tokens, by the server's /tokenize. Servers call the text `prompt` or, llama.cpp, `content`."""
+    """The number of tokens of a text, by the server's /tokenize. The field of the text is `prompt`, or `content` in llama.cpp."""
     tokens = await _first_of(server, "/tokenize", [{"model": model, "prompt": text}, {"content": text}], "tokens")
     if not isinstance(tokens, list):
         raise BadInput("the server has no /tokenize to count the tokens of ShareGPT's answers", hint="set `output_len`")
@@ -204,7 +209,7 @@ async def _first_of(server: ClientTransport, path: str, bodies: list[dict[str, A
             document = await ask(server, "POST", path, body)
         except ArgosyError:
             continue
-        # A server that knows another name for the text answers with no tokens.
+        # A server that expects another name for the text responds without tokens.
         for name in names:
             if isinstance(document, dict) and document.get(name):
                 return document[name]

@@ -1,4 +1,4 @@
-"""The figures of a benchmark, under the names of vLLM's: of one round, and of two servers side by side."""
+"""The figures of a benchmark, under vLLM's names: those of one round, and the comparison of two servers."""
 
 import math
 import statistics
@@ -18,12 +18,13 @@ TITLES = {
     "itl": "time between events with tokens",
     "e2el": "end to end",
 }
-# In a comparison more of these is better; of the times, less.
+# Figures of which more is better. Of times, less is better.
 RATES = ("request_throughput", "request_goodput", "output_throughput", "total_token_throughput")
 
 
 def round_figures(round: BenchRound, settings: BenchSettings) -> dict[str, Any]:
-    """All of a round, by vLLM's names. Times are in milliseconds, but `duration`; failed requests count in `failed` only."""
+    """All figures of a round, by vLLM's names. Times are in milliseconds, except `duration` in seconds. Failed requests count only in
+    `failed`."""
     done = [outcome for outcome in round.outcomes if outcome.error is None]
     failed = [outcome for outcome in round.outcomes if outcome.error is not None]
     inputs, outputs = sum(outcome.input_len for outcome in done), sum(outcome.output_len for outcome in done)
@@ -60,7 +61,7 @@ def round_figures(round: BenchRound, settings: BenchSettings) -> dict[str, Any]:
 
 
 def latency_samples(done: Sequence[RequestOutcome], name: str) -> list[float]:
-    """One metric of all requests, in milliseconds."""
+    """The values of one metric (ttft, tpot, itl or e2el) over all requests, in milliseconds."""
     if name == "itl":
         values = [gap for outcome in done for gap in outcome.itls]
     elif name == "tpot":
@@ -71,7 +72,7 @@ def latency_samples(done: Sequence[RequestOutcome], name: str) -> list[float]:
 
 
 def summary_statistics(name: str, values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    """Mean, median, standard deviation and percentiles; 0 where there is nothing, as in vLLM."""
+    """Mean, median, standard deviation and percentiles of values, by vLLM's names. As in vLLM, they are 0 if there are no values."""
     array = np.asarray(values or [0.0])
     summary = {f"mean_{name}_ms": float(array.mean()), f"median_{name}_ms": float(np.median(array))}
     summary[f"std_{name}_ms"] = float(array.std())
@@ -79,13 +80,18 @@ def summary_statistics(name: str, values: Sequence[float], percentiles: Sequence
 
 
 def is_good(outcome: RequestOutcome, goods: dict[str, float]) -> bool:
-    """Whether a request keeps every limit of `goodput`."""
+    """Whether a request is within all limits of `goodput`.
+
+    Args:
+        goods: the limit in milliseconds for each metric.
+    """
     times = {"ttft": outcome.ttft, "tpot": outcome.tpot or 0.0, "e2el": outcome.latency}
     return all(1000 * times[name] <= limit for name, limit in goods.items())
 
 
 def busiest_second(done: Sequence[RequestOutcome]) -> float:
-    """The most tokens within a second of the clock. An answer's tokens are spread evenly over its events."""
+    """The most output tokens within one second, counting whole seconds from the start of the round. The tokens of a completion are
+    assumed to be spread evenly over its events."""
     buckets: dict[int, float] = {}
     for outcome in done:
         at, each = outcome.start + outcome.ttft, outcome.output_len / (1 + len(outcome.itls))
@@ -96,13 +102,13 @@ def busiest_second(done: Sequence[RequestOutcome]) -> float:
 
 
 def most_at_once(done: Sequence[RequestOutcome]) -> int:
-    """The most requests that were open together."""
+    """The most requests that were open at the same time."""
     ends = sorted([(outcome.start, 1) for outcome in done] + [(outcome.start + outcome.latency, -1) for outcome in done])
     return int(max(np.cumsum([step for _, step in ends]), default=0))
 
 
 def request_details(round: BenchRound) -> dict[str, list[Any]]:
-    """The course of each request, by vLLM's names; times in seconds."""
+    """The measurements of each request, by vLLM's names. Times are in seconds."""
     outcomes = round.outcomes
     return {
         "input_lens": [outcome.input_len for outcome in outcomes],
@@ -120,7 +126,7 @@ def request_details(round: BenchRound) -> dict[str, list[Any]]:
 
 
 def round_text(figures: dict[str, Any], settings: BenchSettings) -> str:
-    """A round as text."""
+    """Formats the figures of a round as text."""
     goodput = figures["request_goodput"]
     facts = [
         ("requests", f"{figures['completed']:,} of {figures['num_prompts']:,}, {figures['failed']:,} failed"),
@@ -142,10 +148,12 @@ def round_text(figures: dict[str, Any], settings: BenchSettings) -> str:
 
 
 def compare_rounds(rounds: Sequence[dict[str, Any]], first: str, second: str) -> dict[str, Any]:
-    """The median of each figure over the rounds of two servers, and first by second.
+    """Compares two servers: the median of each figure over the rounds of each server, and the ratio of the first server's to the
+    second's.
 
     Args:
-        rounds: the figures of all rounds, by `base_url` of either server.
+        rounds: the figures of all rounds. Their entry `server` is 0 or 1.
+        first, second: the URLs of the servers.
     """
     names = [name for name in rounds[0] if name in RATES or name.endswith("_ms") or name in ("duration", "failed")]
     names = [name for name in names if all(record[name] is not None for record in rounds)]
@@ -160,7 +168,7 @@ def compare_rounds(rounds: Sequence[dict[str, Any]], first: str, second: str) ->
 
 
 def comparison_text(figures: dict[str, Any], settings: BenchSettings) -> str:
-    """Two servers as text: medians over the rounds, and lowest and highest round."""
+    """Formats the comparison of two servers as text: for each figure the median over the rounds, and the lowest and highest round."""
     rounds = figures["rounds"]
     names = [name for name in figures["ratio"] if name != "duration"]
     names = [n for n in names if n in RATES or n.startswith(("median_", *(f"p{p:g}_" for p in settings.percentiles)))]

@@ -1,12 +1,12 @@
-"""A small client of OpenAI-compatible servers: JSON in, JSON or server-sent events out, over HTTP (`client.http`) or straight into an
-ASGI application of this process.
+"""A small client of OpenAI-compatible servers. It sends JSON and receives JSON or server-sent events, over HTTP (`client.http`) or by
+calling an ASGI application in this process.
 
     async with Http("http://127.0.0.1:8000") as server:
         async with server.send("POST", "/v1/completions", body) as reply:
             async for document in documents(reply):
                 ...
 
-asyncio and the standard library only, no jax. Knows nothing of what the documents mean.
+It uses asyncio and the standard library only, no jax, and does not interpret the JSON objects.
 """
 
 import asyncio
@@ -18,20 +18,20 @@ from typing import Any, Protocol
 
 from argosy.core.errors import ArgosyError
 
-# Bytes of a status line, a header or a line of an event stream.
+# The most bytes of a status line, a header, or a line of an event stream.
 LINE = 2**20
 
 
 class ConnectionFailed(ArgosyError):
-    """No answer, or half of one: the server cannot be reached, hung up, or sent what is no HTTP."""
+    """There is no whole response: the server cannot be reached, closed the connection, or sent invalid HTTP, JSON or events."""
 
 
 class RequestRefused(ArgosyError):
-    """The server answered with an error.
+    """The server responded with an error.
 
-    status: of HTTP; 200 if the error came in the middle of a stream.
-    code: OpenAI's word for it, if it has one.
-    retry_after: seconds.
+    status: the HTTP status; 200 if the error came in the middle of a stream.
+    code: the error code in OpenAI's format, if there is one.
+    retry_after: seconds after which the server asks to try again; None: it does not say.
     """
 
     def __init__(self, what: str, *, status: int, code: str | None = None, retry_after: float | None = None):
@@ -40,9 +40,10 @@ class RequestRefused(ArgosyError):
 
 
 class HttpReply:
-    """A response whose headers have arrived. Iterating gives the body in blocks, as they come.
+    """A response whose headers have arrived. Iterating yields the body in blocks as they arrive.
 
-    headers: with lower-case names.
+    status: the HTTP status.
+    headers: the headers, with lower-case names.
     """
 
     def __init__(self, status: int, headers: Mapping[str, str], blocks: AsyncGenerator[bytes, None]):
@@ -52,18 +53,19 @@ class HttpReply:
         return self._blocks
 
     async def close(self) -> None:
-        """Stops reading."""
+        """Stops reading the body."""
         await self._blocks.aclose()
 
     async def read(self) -> bytes:
-        """The whole body."""
+        """Reads the rest of the body, and returns it."""
         return b"".join([block async for block in self._blocks])
 
     async def json(self) -> Any:
-        """The body's JSON document.
+        """Reads the body, and returns its JSON value.
 
         Raises:
-            RequestRefused: the status is an error. ConnectionFailed: the body is no JSON.
+            RequestRefused: the status is an error.
+            ConnectionFailed: the body is no JSON.
         """
         body = await self.read()
         if self.status >= 400:
@@ -75,34 +77,37 @@ class HttpReply:
 
 
 class ClientTransport(Protocol):
-    """Something that takes requests: a server, or an application of this process."""
+    """The interface of a connection to a server (`client.http.Http`) or to an application in this process (`AsgiTransport`)."""
 
     def send(self, method: str, path: str, body: Any = None) -> contextlib.AbstractAsyncContextManager[HttpReply]:
-        """Sends a request, whose body is a JSON document or bytes of one. Leaving the context early hangs up, which makes a server
-        stop generating.
+        """Sends a request. Leaving the context early closes the connection, which makes a server stop generating.
+
+        Args:
+            body: a value to send as JSON, or the bytes of JSON; None: no body.
 
         Raises:
-            ConnectionFailed: there is no answer.
+            ConnectionFailed: there is no response.
         """
         ...
 
 
 async def ask(server: ClientTransport, method: str, path: str, body: Any = None) -> Any:
-    """The JSON document that answers a request.
+    """Sends a request, and returns the JSON value of the response. Arguments are those of `ClientTransport.send`.
 
     Raises:
-        ConnectionFailed: there is no answer. RequestRefused: the server answers with an error.
+        ConnectionFailed: there is no response, or it is no JSON.
+        RequestRefused: the server responds with an error.
     """
     async with server.send(method, path, body) as reply:
         return await reply.json()
 
 
 async def documents(reply: HttpReply) -> AsyncGenerator[dict[str, Any], None]:
-    """The documents of a stream of server-sent events, up to its `[DONE]`.
+    """Yields the JSON objects of a stream of server-sent events, up to `[DONE]`.
 
     Raises:
-        RequestRefused: the status, or a document of the stream, is an error.
-        ConnectionFailed: the stream is cut short, or holds something that is no JSON object.
+        RequestRefused: the status, or an object of the stream, is an error.
+        ConnectionFailed: the stream is cut short, or has an event that is no JSON object.
     """
     if reply.status >= 400:
         raise error_of_body(reply.status, await reply.read(), reply.headers)
@@ -129,7 +134,7 @@ async def documents(reply: HttpReply) -> AsyncGenerator[dict[str, Any], None]:
 
 
 async def _events(reply: HttpReply) -> AsyncGenerator[bytes, None]:
-    """The data of each event, however the body is cut into blocks. Comments and fields other than `data` are skipped."""
+    """Yields the data of each event, across the boundaries of blocks. Comments and fields other than `data` are skipped."""
     rest, data = b"", []
     async for block in reply:
         *lines, rest = (rest + block).split(b"\n")
@@ -145,7 +150,12 @@ async def _events(reply: HttpReply) -> AsyncGenerator[bytes, None]:
 
 
 def error_of_body(status: int, body: bytes, headers: Mapping[str, str]) -> RequestRefused:
-    """The error in a body, in the shape of OpenAI, of vLLM, or whatever text it is."""
+    """Makes the error of a response. Its body may have OpenAI's or vLLM's format, or be any text.
+
+    Args:
+        status: the HTTP status.
+        headers: the headers, for `retry-after`.
+    """
     message, code = None, None
     with contextlib.suppress(ValueError):
         document = json.loads(body)
@@ -163,13 +173,13 @@ def error_of_body(status: int, body: bytes, headers: Mapping[str, str]) -> Reque
 
 
 def quote_bytes(body: bytes) -> str:
-    """The beginning of some bytes, for a message."""
+    """Quotes the beginning of bytes, for an error message."""
     text = body[:120].decode("utf-8", "replace").strip()
     return f"{text!r}{' ...' if len(body) > 120 else ''}"
 
 
 def is_url(text: str) -> bool:
-    """Whether a word of the command line is a server's address, and no model."""
+    """Whether an argument of the command line is the URL of a server, rather than a model."""
     return text.startswith(("http://", "https://"))
 
 
@@ -177,14 +187,14 @@ def is_url(text: str) -> bool:
 
 
 class AsgiTransport:
-    """An ASGI application of this process, asked without a socket. Nothing limits how many requests it is given at a time."""
+    """Sends requests to an ASGI application in this process, without a socket. The number of concurrent requests is not limited."""
 
     def __init__(self, app: Callable[..., Any]):
         self.app = app
 
     @asynccontextmanager
     async def send(self, method: str, path: str, body: Any = None) -> AsyncIterator[HttpReply]:
-        """As `Transport.send`."""
+        """As `ClientTransport.send`."""
         content = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = [(b"host", b"localhost"), (b"content-length", str(len(content)).encode())]
         headers += [(b"content-type", b"application/json")] if content else []
@@ -229,9 +239,9 @@ class AsgiTransport:
             reply_headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in start["headers"]}
             yield HttpReply(start["status"], reply_headers, blocks())
         finally:
-            # As a client that hangs up: the application ends the request and frees what it holds.
+            # As a client that disconnects: the application ends the request and frees its resources.
             disconnect.set()
             await asyncio.wait({work})
-            # Starlette raises again what it has answered with 500.
+            # Starlette raises an error again after it has responded with 500.
             if not work.cancelled():
                 work.exception()

@@ -1,7 +1,7 @@
-"""A conversation with a server of OpenAI's API: its messages, and how one more answer is streamed.
+"""A conversation with a server of OpenAI's API: keeps the messages, and streams replies.
 
-Messages change only together: a question and its answer are both there, or neither. An answer that is stopped keeps the part that was
-read; one that fails, or was stopped before its first word, takes its question with it.
+A question and its reply are added together, or neither is. If a reply is stopped, the part that was read is kept. If it fails, or is
+stopped before its first word, its question is removed too.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from argosy.client.settings import ChatSampling
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 
-# Tokens of an answer where plain text is continued: a model without a template rarely ends one.
+# The most tokens of a reply if plain text is continued, because a model without a chat template rarely ends it.
 PLAIN_TOKENS = 64
 
 
@@ -26,9 +26,10 @@ PLAIN_TOKENS = 64
 class ChatReply:
     """One reply.
 
-    text: its text.
-    finish: the finish reason.
-    tokens, prompt_tokens, cached: the server's counts; None if it was stopped before they arrived.
+    text: the text so far.
+    finish: the finish reason; None: the reply has not ended.
+    tokens, prompt_tokens: the server's counts of tokens; None: the reply was stopped before they arrived.
+    cached: the server's count of prompt tokens found in its prefix cache.
     first: seconds from the request to the first text.
     seconds: seconds from the request to the end.
     stopped: whether the user stopped it.
@@ -78,16 +79,19 @@ class TokenTotals:
 
 
 class ChatSession:
-    """A conversation.
+    """A conversation with a model on a server.
 
     Args:
-        model: its name at the server.
-        plain: the conversation is continued as one text, without a chat template.
+        server: the connection to the server.
+        model: the model's name on the server.
+        sampling: the sampling settings.
+        system: the system message; None: none.
+        plain: whether the conversation is continued as one plain text, without a chat template.
     """
 
     def __init__(self, server: ClientTransport, model: str, sampling: ChatSampling, *, system: str | None = None, plain: bool = False):
         self.server, self.model, self.sampling, self.plain = server, model, sampling, plain
-        # Called with the reasoning before an answer, which is not kept in the messages.
+        # Called with pieces of reasoning, which is not kept in the messages.
         self.aside: Callable[[str], Any] = lambda text: None
         self.messages: list[dict[str, str]] = []
         self.totals = TokenTotals()
@@ -109,7 +113,7 @@ class ChatSession:
         self.messages[:0] = [] if text is None else [{"role": "system", "content": text}]
 
     def reset(self) -> None:
-        """Forgets everything but the system message."""
+        """Removes all messages but the system message."""
         del self.messages[self.system is not None :]
 
     def undo(self) -> str:
@@ -129,7 +133,7 @@ class ChatSession:
         """Writes the messages and the sampling settings as JSON.
 
         Raises:
-            BadInput: the file cannot be written, or is there and holds something else.
+            BadInput: the file cannot be written, or exists and is no conversation.
         """
         if path.exists():
             _messages_of(path)
@@ -140,7 +144,7 @@ class ChatSession:
             raise BadInput(f"cannot write {path}: {(error.strerror or '').lower()}") from None
 
     def load(self, path: Path) -> None:
-        """Replaces the messages by those of a file: a saved conversation, or any list of messages. Sampling settings stay.
+        """Replaces the messages by those of a file: a saved conversation, or any list of messages. Sampling settings are not changed.
 
         Raises:
             BadInput: the file has no messages.
@@ -153,10 +157,14 @@ class ChatSession:
     # ---------------------------------------------------------------- answers
 
     async def ask(self, text: str, write: Callable[[str], Any], stop: Callable[[], Any] = lambda: False) -> ChatReply:
-        """Asks, hands the answer to `write` as it comes, and keeps both. Soon after `stop()` is true the answer is cut.
+        """Sends a question, streams the reply, and keeps both. The reply is cut soon after `stop()` returns true.
+
+        Args:
+            text: the question.
+            write: called with each piece of the reply.
 
         Raises:
-            ConnectionFailed, RequestRefused: there is no answer; the messages are those of before.
+            ConnectionFailed, RequestRefused: there is no whole reply. The messages are not changed then.
         """
         before = list(self.messages)
         self.messages.append({"role": "user", "content": text})
@@ -206,7 +214,7 @@ class ChatSession:
             answer.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
     def request(self) -> tuple[str, dict[str, Any]]:
-        """The route and the body that ask for the next answer."""
+        """The route and the body of the request for the next reply."""
         sampling = {name: getattr(self.sampling, name) for name in ChatSampling.model_fields}
         body: dict[str, Any] = {"model": self.model} | {name: value for name, value in sampling.items() if value is not None}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -222,7 +230,7 @@ async def first_model(server: ClientTransport) -> str:
     """The name of the first model that a server lists.
 
     Raises:
-        ConnectionFailed, RequestRefused: it lists none.
+        ConnectionFailed, RequestRefused: the server cannot be reached, or lists no model.
     """
     listing = await ask(server, "GET", "/v1/models")
     with suppress(LookupError, TypeError):
@@ -236,7 +244,7 @@ def too_long(error: RequestRefused) -> bool:
 
 
 def _piece(document: dict[str, Any]) -> tuple[str, str, str | None]:
-    """The text of an event, its reasoning, and why the answer ended."""
+    """The text, the reasoning and the finish reason in an event of the stream."""
     choices = document.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
     delta = choice.get("delta") or {}

@@ -1,6 +1,7 @@
-"""HTTP/1.1 for `client.client`: kept connections, chunked bodies, TLS, and one clear error for each way in which a server can fail.
+"""HTTP/1.1 for `client.client`: connections that are kept alive, chunked bodies, TLS, and a clear error for each way in which a server
+can fail.
 
-Follows no redirect and uses no proxy: a benchmark must measure the server that was named.
+It follows no redirects and uses no proxy, because a benchmark must measure the server that was named.
 """
 
 import asyncio
@@ -14,21 +15,21 @@ from urllib.parse import urlsplit
 from argosy.client.client import LINE, ConnectionFailed, HttpReply
 from argosy.core.errors import BadInput
 
-# Bytes read at a time from a body that is not chunked.
+# The most bytes that are read at a time from a body that is not chunked.
 BLOCK = 2**16
 CONNECT_S = 10.0
 
 
 class Http:
-    """A server. Connections are kept and used again, one request at a time each.
+    """Connections to a server. They are kept alive and reused, each for one request at a time.
 
     Args:
-        url: its address, with or without the `/v1` at its end.
-        key: sent as `Authorization: Bearer KEY`.
-        seconds: the longest that one request may take.
+        url: the URL of the server, with or without `/v1` at the end.
+        key: the API key, sent as `Authorization: Bearer KEY`; None: no key is sent.
+        seconds: the time limit of one request.
 
     Raises:
-        BadInput: the address is no URL of HTTP.
+        BadInput: `url` is no HTTP URL, or the key cannot be sent in a header.
     """
 
     def __init__(self, url: str, *, key: str | None = None, seconds: float = 600.0):
@@ -60,15 +61,15 @@ class Http:
         await self.close()
 
     async def close(self) -> None:
-        """Closes the connections that are kept."""
+        """Closes the idle connections."""
         while self._idle:
             self._idle.pop().close()
-        # The transports are closed by the event loop's next turn.
+        # The event loop closes the transports in its next iteration.
         await asyncio.sleep(0)
 
     @asynccontextmanager
     async def send(self, method: str, path: str, body: Any = None) -> AsyncIterator[HttpReply]:
-        """As `Transport.send`. After `seconds` the request fails."""
+        """As `ClientTransport.send`. After `seconds` the request fails with `ConnectionFailed`."""
         wire = reply = None
         try:
             async with asyncio.timeout(self.seconds):
@@ -93,8 +94,8 @@ class Http:
         return "\r\n".join([*lines, "", ""]).encode("latin-1") + content
 
     async def _begun(self, request: bytes) -> "tuple[_Wire, HttpReply]":
-        """Sends a request on a kept connection, or on a new one. Servers close connections that are idle for seconds, so a kept one
-        that gives no byte of an answer is replaced by a new one."""
+        """Sends a request on an idle connection, or on a new one. Returns the connection and the response. Servers close connections
+        that were idle for seconds, so if an idle connection fails before the response begins, another one is used."""
         while True:
             is_new = not self._idle
             wire = await self._connected() if is_new else self._idle.pop()
@@ -117,7 +118,7 @@ class Http:
         except ssl.SSLError as error:
             why = (getattr(error, "verify_message", None) or error.reason or "TLS failed").lower().replace("_", " ")
         except OSError as error:
-            # Several addresses of one name give an error without a number, that quotes those of all.
+            # If a name has several addresses, the error has no `errno`, and quotes the errors of all.
             refused = isinstance(error, ConnectionRefusedError) or "Connect call failed" in str(error)
             why = "connection refused" if refused else (error.strerror or str(error)).lower()
         else:
@@ -128,7 +129,7 @@ class Http:
 class _Wire:
     """One connection.
 
-    is_reusable: the last response was read to its end, and the server keeps the connection.
+    is_reusable: whether the last response was read to its end, and the server keeps the connection alive.
     """
 
     def __init__(self, url: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
@@ -140,20 +141,21 @@ class _Wire:
         return ConnectionFailed(f"{self.url} broke off in the middle of an answer: {why}")
 
     def close(self) -> None:
-        # An abort, and no polite close: the other side may have stopped reading, and a server must notice at once.
+        # The connection is aborted rather than closed, so that the server notices at once, even if it has stopped reading.
         self.writer.transport.abort()
 
     async def begin(self, request: bytes) -> HttpReply:
         """Sends a request and reads the head of its response.
 
         Raises:
-            OSError, EOFError: the connection is gone. ConnectionFailed: the other side speaks no HTTP/1.
+            OSError, EOFError: the connection is broken.
+            ConnectionFailed: the response is no HTTP/1.
         """
         self.is_reusable = False
         self.writer.write(request)
         await self.writer.drain()
         status, version, headers = 100, "", {}
-        # Statuses below 200 only announce the response.
+        # Responses with a status below 200 are informational, and another one follows.
         while status < 200:
             version, status = _status(await self._line())
             headers = {}
