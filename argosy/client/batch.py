@@ -18,7 +18,8 @@ from argosy.client.settings import BatchSettings
 SEEDED = ("/v1/completions", "/v1/chat/completions")
 SEEDED_HERE = (*SEEDED, "/v1/responses", "/v1/messages")
 # Statuses of an overloaded server. They are never written as a response: the request is sent again, or the run stops and can be
-# resumed. _TIME = (429, 503)
+# resumed.
+NO_TIME = (429, 503)
 # How often a request is sent to a server over a network, and the longest wait between attempts.
 TRIES, LONGEST_WAIT_S = 6, 30.0
 
