@@ -1,10 +1,11 @@
-"""Conditions of prompts by language models: a prompt is a message of a conversation, and the denoiser reads the states of some layers.
+"""Computes the conditions of prompts with language models. A prompt is a message of a conversation, and the denoiser reads the hidden
+states of some layers.
 
-    Z-Image                 text: states before the last layer, of the words of the conversation alone
-    Flux.2 dev and klein    text: states of three layers side by side, of padding too
+    Z-Image                 text: the states before the last layer, of the conversation's tokens without padding
+    Flux.2 dev and klein    text: the states of three layers, joined along the width, including those of padding
 
-A conversation is cut at the longest length, which is said. Padding stands behind the words, or before them where the tokenizer says so:
-nothing sees it, and it sees the words before it.
+Longer conversations are truncated, with a warning. Padding is after the tokens, or before them if the tokenizer says so. No token
+attends to padding, and padding attends to the tokens before it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,14 +31,14 @@ from argosy.models.parts.stack.watch import OUTPUT, WatchedAttend
 from argosy.models.parts.weight import merge, split
 from argosy.ops.attention import Score, See
 
-# Prompts by which it is seen that a template leaves prompts as they are.
+# Prompts that test whether a template leaves prompts unchanged.
 PROBES = ("a1b2c3", "two  words,\nand {{ more }} <b>", "", " \n blanks around \n ")
 
 
 @dataclass(frozen=True)
 class PaddedTexts(Packed):
-    """A strategy of attention: each token sees the words up to it (`segments` is 1 for words and 0 for padding); padding before them
-    gets zeros. Positions count padding, as transformers does with a mask."""
+    """An attention strategy for padded texts. Each token attends to the tokens up to it, except padding (`segments` is the attention
+    mask). Padding before the first token gets zeros. Positions count padding, as transformers does with a mask."""
 
     @property
     def positions(self) -> Int[Array, "B T"]:
@@ -46,7 +47,7 @@ class PaddedTexts(Packed):
     def __call__(self, q: Array, entries: Any, cache: Any, read: Any = HEADS, *, score: Score) -> Any:
         see = See(self.positions, self.positions, jnp.ones_like(self.segments), self.segments)
         y = meet(q, entries, read, score, see, self.absorb)
-        # As PyTorch's attention has it where nothing is seen.
+        # As PyTorch's attention, where nothing is attended to.
         return jnp.where(jnp.cumsum(self.segments, 1)[..., None, None] > 0, y, 0), cache
 
 
@@ -54,23 +55,23 @@ jax.tree_util.register_dataclass(PaddedTexts, ["segments", "angles"], ["absorb"]
 
 
 class ChatReader:
-    """A language model, its tokenizer and its chat template: prompts to states.
+    """Runs a language model as text encoder, with its tokenizer and its chat template.
 
     Args:
-        module: of a language model.
-        tokenizer: of its vocabulary, with a chat template.
-        length: tokens that every conversation is padded or cut to.
-        layers: whose outputs are read, counted from 1; 0 is the embedding. They stand side by side.
-        name: what error messages call it.
-        variables: of the template, such as `enable_thinking`.
-        system: a message before the prompt; contents are then lists of parts, as templates of models that see take them, and no answer
-            begins. None: there is none.
-        pads_left: whether padding stands before the words.
-        say: called with what a prompt lost.
+        module: the module of the language model.
+        tokenizer: the tokenizer, with a chat template.
+        length: number of tokens that every conversation is padded or truncated to.
+        layers: the layers whose outputs are read, counted from 1; 0 is the embedding. They are joined along the width.
+        name: the name of the encoder in messages.
+        variables: variables of the template, such as `enable_thinking`.
+        say: called with a warning if a conversation is truncated.
+        system: the system message before the prompt. With it, contents of messages are lists of parts, as templates of vision models
+            expect, and no generation prompt is added. None: there is none.
+        pads_left: whether padding is before the tokens.
 
-    frame: ids before and after each conversation: none.
-    learned: learned tokens: none.
-    pad: the id of padding.
+    frame: the special tokens before and after each conversation. Always empty.
+    learned: learned tokens. Always empty.
+    pad: the id of the padding token.
 
     Raises:
         BadInput: the tokenizer has no chat template, or the model has fewer layers.
@@ -106,7 +107,7 @@ class ChatReader:
         self._program = _layer_states(graph, module.dtype, self.layers)
 
     def tokens(self, texts: Sequence[str]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B T"]]:
-        """The ids of conversations, and 1 where they are no padding."""
+        """The token ids of the conversations of prompts, and their attention mask (1: a token, 0: padding)."""
         out, words = (np.full((len(texts), self.length), fill, np.int32) for fill in (self.pad, 0))
         for row, ids in enumerate(self.tokenizer.encode_many([self._conversation(text) for text in texts], special=True)):
             if len(ids) > self.length and self.say is not None:
@@ -121,7 +122,7 @@ class ChatReader:
         """The text that the template puts before and after each prompt.
 
         Raises:
-            BadInput: the template changes prompts.
+            BadInput: the template changes the text of prompts.
         """
         before, _, after = self._conversation(PROBES[0]).partition(PROBES[0])
         if changed := [text for text in PROBES if self._conversation(text) != before + text + after]:
@@ -139,14 +140,14 @@ class ChatReader:
         return [{"role": role, "content": [{"type": "text", "text": part}]} for role, part in said]
 
     def states(self, texts: Sequence[str], *, masked: bool = True) -> TextStates:
-        """The states of the layers, float32, as `hidden`, and `mask`.
+        """Runs the model on prompts. Returns the joined states of the layers as `hidden` (float32), and the attention mask as `mask`.
 
         Args:
-            masked: nothing attends to padding; always.
+            masked: ignored, because padding is always masked.
 
         Raises:
             BadInput: the template refuses a prompt.
-            ArgosyError: they are not finite.
+            ArgosyError: the states are not finite.
         """
         unique = list(dict.fromkeys(texts))
         rows = 1 << (len(unique) - 1).bit_length()
@@ -157,7 +158,7 @@ class ChatReader:
         return {"hidden": found[order], "mask": jnp.asarray(words[order])}
 
     def computed(self, model: Any, tokens: Int[Array, "B T"], segments: Int[Array, "B T"]) -> TextStates:
-        """`joined_layer_states`, of the model with other weights."""
+        """As `joined_layer_states`, for a module of this model with other weights."""
         return {"hidden": joined_layer_states(model, tokens, segments, self.layers)}
 
 
@@ -174,7 +175,12 @@ def _layer_states(graph: Any, dtype: Any, layers: tuple[int, ...]) -> Callable[.
 def joined_layer_states(
     model: Any, tokens: Int[Array, "B T"], words: Int[Array, "B T"], layers: Sequence[int]
 ) -> Float[Array, "B T E"]:
-    """The outputs of layers of a language model side by side, float32; 0 is the embedding."""
+    """The outputs of some layers of a language model, joined along the width, in float32.
+
+    Args:
+        words: the attention mask.
+        layers: the layers, counted from 1; 0 is the embedding.
+    """
     attend = PaddedTexts(words)
     _, _, aux = model.hidden(tokens, WatchedAttend(attend, outputs=True))
     told, _ = model.layers.layer_aux(aux)
@@ -183,7 +189,7 @@ def joined_layer_states(
 
 
 class ZImagePrompts(EncoderPrompts):
-    """Prompts of Z-Image: the states of Qwen 3 before its last layer."""
+    """Prompts of Z-Image: the hidden states of Qwen 3 before its last layer, and the attention mask."""
 
     masked = True
 
@@ -192,7 +198,7 @@ class ZImagePrompts(EncoderPrompts):
 
 
 class Flux2Prompts(EncoderPrompts):
-    """Prompts of Flux.2: the states of three layers of Mistral Small 3 (dev) or Qwen 3 (klein), those of padding too."""
+    """Prompts of Flux.2: the hidden states of three layers of Mistral Small 3 (dev) or Qwen 3 (klein), including those of padding."""
 
     masked = True
 

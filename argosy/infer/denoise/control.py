@@ -1,8 +1,9 @@
-"""What ControlNets are given for the images of a call: control images, factors on what each adds, and when it acts.
+"""The inputs of ControlNets for the images of a call: control images, factors on their residuals, and the evaluations at which they
+act.
 
-    factors    scale for all that is added; in guess mode (UNets) from 0.1 to 1 evenly in the logarithm, and 0 for rows without their
-               prompts
-    kind       of control, by its number, for ControlNets that know several
+    factors    the scale of each residual. In guess mode (UNets) they rise logarithmically from 0.1 to 1 times the scale, and are 0 for
+               rows without prompt
+    kind       the number of the kind of control, for ControlNets with several kinds
     when       evaluation i of n acts if start <= i / n and (i + 1) / n <= end, as in diffusers
 """
 
@@ -19,18 +20,18 @@ from argosy.models.diffusion.base import Conditions
 from argosy.models.diffusion.controlnets.base import ControlNetSettings
 from argosy.models.diffusion.controlnets.kinds import controlnet_kind
 
-# The largest scale of a ControlNet; the same as that of guidance on the server.
+# The largest scale of a ControlNet, equal to the server's largest guidance scale.
 LARGEST_SCALE = 100.0
 
 
 @dataclass(frozen=True)
 class Control:
-    """The control of the images of a call, for each ControlNet.
+    """The inputs of each ControlNet for the images of a call.
 
-    images: [N Y X 3] in 0..1, or their latents [N H W C] where these are read.
-    scales: [R] factors on what is added; of UNets to each skip, and to the middle.
-    null_scales: [R] the same, of rows without their prompts.
-    modes: the number of the kind of control, 0 for ControlNets that know one; None: none knows several.
+    images: control images [N Y X 3] in 0..1, or latents [N H W C] if the ControlNet reads these.
+    scales: [R] the factors on its R residuals; for UNets, one for each skip connection, then one for the middle.
+    null_scales: [R] the factors for rows without prompt.
+    modes: the number of the kind of control, 0 for ControlNets with one kind; None: no ControlNet has several.
     """
 
     images: Sequence[np.ndarray]
@@ -39,7 +40,11 @@ class Control:
     modes: Sequence[int] | None = None
 
     def put_on(self, conditions: Conditions, null: Conditions | None, rows: slice) -> tuple[Conditions, Conditions | None]:
-        """The conditions of some of the images, and of what guidance leads away from, with their control."""
+        """Adds the control of some images to their conditions with and without prompt. Returns both.
+
+        Args:
+            rows: the images that the conditions belong to.
+        """
         images = tuple(image[rows] for image in self.images)
 
         def with_control(base: Conditions, scales: Sequence[np.ndarray]) -> Conditions:
@@ -58,11 +63,17 @@ def control_of(
     guess_mode: bool,
     modes: Sequence[int | None],
 ) -> Control:
-    """The control of images [N Y X 3] or latents, for each ControlNet.
+    """Makes the inputs of ControlNets. All sequences have an entry for each ControlNet.
+
+    Args:
+        configs: the settings of the ControlNets.
+        images: the control images [N Y X 3] or latents.
+        scales: the strengths.
+        modes: the numbers of the kinds of control; None: a ControlNet with one kind.
 
     Raises:
-        BadInput: a scale is below 0 or above `LARGEST_SCALE`, a ControlNet has no guess mode, or the kinds of control are not those
-            that it knows.
+        BadInput: a scale is below 0 or above `LARGEST_SCALE`, a ControlNet has no guess mode, or a kind of control is missing or
+            unknown to its ControlNet.
     """
     factors, kinds = [], []
     for i, (config, scale, mode) in enumerate(zip(configs, scales, modes, strict=True)):
@@ -79,10 +90,14 @@ def control_of(
 
 
 def checked_mode(config: ControlNetSettings, mode: int | None, which: str) -> int:
-    """The number of the kind of control; 0 where a ControlNet knows one kind.
+    """Returns the number of the kind of control; 0 for a ControlNet with one kind.
+
+    Args:
+        which: the end of error messages, from `net_suffix`.
 
     Raises:
-        BadInput: it knows several and none is chosen, one that it does not know is chosen, or it knows one alone.
+        BadInput: the ControlNet has several kinds but none is chosen, the chosen kind does not exist, or a kind is chosen for a
+            ControlNet with one kind.
     """
     modes = getattr(config, "modes", None)
     if modes is None:
@@ -97,10 +112,11 @@ def checked_mode(config: ControlNetSettings, mode: int | None, which: str) -> in
 
 
 def remove_shift(config: ControlNetSettings, autoencoder: Any, latents: Any) -> Any:
-    """Latents of control images as a ControlNet reads them: those of InstantX for Stable Diffusion 3 are not shifted, as in diffusers.
+    """Converts latents of control images to those that a ControlNet reads. As in diffusers, InstantX's ControlNets for Stable Diffusion
+    3 read latents without the autoencoder's shift; for others nothing is changed.
 
     Args:
-        autoencoder: its settings; None: there is none.
+        autoencoder: the settings of the autoencoder; None: there is none.
     """
     if autoencoder is None or not getattr(config, "zero_pooled", False):
         return latents
@@ -108,13 +124,13 @@ def remove_shift(config: ControlNetSettings, autoencoder: Any, latents: Any) -> 
 
 
 def check_patches(configs: Sequence[ControlNetSettings], size: tuple[int, int], factor: int) -> None:
-    """Checks that the tables of positions of ControlNets reach over images of this height and width.
+    """Checks that the position tables of ControlNets are large enough for images of this height and width.
 
     Args:
-        factor: an image is so many times as high and wide as its latents.
+        factor: the ratio of an image's height and width to those of its latents.
 
     Raises:
-        BadInput: one does not.
+        BadInput: a table is too small.
     """
     for i, config in enumerate(configs):
         patch: Any = getattr(config, "patch", 1)
@@ -130,10 +146,13 @@ def net_suffix(i: int, count: int) -> str:
 
 
 def for_each(name: str, argument: Any, count: int) -> list[Any]:
-    """An argument of each of so many ControlNets: a sequence, or one for all.
+    """Returns an argument as a list with a value for each of `count` ControlNets. The argument is a sequence, or one value for all.
+
+    Args:
+        name: the name of the argument, for error messages.
 
     Raises:
-        BadInput: a sequence of another length.
+        BadInput: the sequence has another length.
     """
     if not isinstance(argument, Sequence | np.ndarray):
         return [argument] * count
@@ -143,10 +162,13 @@ def for_each(name: str, argument: Any, count: int) -> list[Any]:
 
 
 def with_span(plan: SamplingPlan, starts: Sequence[float], ends: Sequence[float]) -> SamplingPlan:
-    """The plan with the evaluations at which each ControlNet acts.
+    """Returns the plan with a column `control` that says at which evaluations each ControlNet acts.
+
+    Args:
+        starts, ends: the shares of the steps after which each ControlNet begins and ends to act.
 
     Raises:
-        BadInput: start and end are not in order within 0..1, or no evaluation lies between them.
+        BadInput: not 0 <= start < end <= 1, or no evaluation lies between start and end.
     """
     columns, count = [], plan.evaluations
     for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
@@ -161,15 +183,15 @@ def with_span(plan: SamplingPlan, starts: Sequence[float], ends: Sequence[float]
 
 
 def check_controlnet(controlnet: Any, denoiser: Any, factor: int, which: str = "") -> None:
-    """Checks that a ControlNet steers a denoiser.
+    """Checks that a ControlNet fits a denoiser.
 
     Args:
-        controlnet, denoiser: their settings.
-        factor: an image is so many times as high and wide as its latents.
-        which: its number among several, such as " 2 of 3".
+        controlnet, denoiser: the settings of the ControlNet and of the denoiser.
+        factor: the ratio of an image's height and width to those of its latents.
+        which: the ControlNet's number among several, such as " 2 of 3", for error messages.
 
     Raises:
-        BadInput: it does not.
+        BadInput: it does not fit.
     """
     if not isinstance(controlnet, ControlNetSettings):
         problem = f"controlnet: the model{which} is a {type(controlnet).__name__} and no ControlNet"

@@ -1,7 +1,7 @@
-"""The frozen models around a denoiser: what makes latents of images and conditions of prompts.
+"""The frozen models around a denoiser: the autoencoder, and the text encoders.
 
-Before the first step of a run they encode the images and captions of its data (`RunEncoders`). Around the denoiser that it trained,
-they draw images of prompts (`pipeline_around`).
+Before the first step of a run they encode the images and captions of its data (`RunEncoders`). Together with the denoiser that the run
+trained, they form a pipeline that draws images (`pipeline_around`).
 """
 
 import hashlib
@@ -34,12 +34,12 @@ from argosy.weights.manifest import hash_file
 
 
 class RunEncoders:
-    """The encoders of a run, as its data asks them.
+    """The encoders of a run, with the interface that its data uses.
 
     Args:
-        config: of what is trained: the denoiser, or a model beside it.
-        dtype: of the encoders' weights and activations.
-        say: called with what a caption lost.
+        config: the settings of the trained model: the denoiser, a ControlNet, or learned embeddings.
+        dtype: the type of the encoders' weights and activations.
+        say: called with a warning if a caption is truncated.
     """
 
     def __init__(self, settings: EncoderSettings, config: Any, dtype: Any, say: Say | None = None):
@@ -61,12 +61,12 @@ class RunEncoders:
 
     @property
     def encodes_controls(self) -> bool:
-        """Whether control images go through the autoencoder."""
+        """Whether control images are encoded by the autoencoder."""
         return isinstance(self.config, ControlNetSettings) and self.config.reads_latents
 
     @property
     def identity(self) -> str:
-        """A hash of all files of weights and tokenizers, and of the precision. Files may be tens of GB, so they are read once."""
+        """A hash of all files of weights and tokenizers, and of the dtype. Files may have tens of GB, so they are read only once."""
         if self._identity is None:
             self._identity = self._hashed()
         return self._identity
@@ -86,31 +86,31 @@ class RunEncoders:
         return self._opened().encode((images + 1) / 2)
 
     def control_latents(self, images: np.ndarray) -> np.ndarray:
-        """Latents of control images [B H W 3] in 0..1, as the ControlNet that is trained reads them."""
+        """Encodes control images [B H W 3] in 0..1 to latents, as the trained ControlNet reads them."""
         pipe = self._opened()
         return remove_shift(self.config, None if pipe.autoencoder is None else pipe.autoencoder.config, pipe.encode(images))
 
     def states(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
         encoded = self._opened().prompts.encode(texts)
-        # Models that read no vector of a text get one that says nothing.
+        # Models that read no pooled vector get zeros [B 1].
         pooled = np.zeros((len(texts), 1), np.float32) if encoded.pooled is None else np.asarray(encoded.pooled)
         text = np.asarray(encoded.text)
         mask = np.ones(text.shape[:2], np.int32) if encoded.text_mask is None else np.asarray(encoded.text_mask, np.int32)
         return {"text": text, "text_mask": mask, "pooled": pooled}
 
     def release(self) -> None:
-        """Frees the models; they are loaded again when something is asked of them."""
+        """Frees the models. They are loaded again at the next use."""
         self._pipeline = None
 
     def _opened(self) -> ImagePipeline:
         if self._pipeline is None:
-            # A description of the denoiser, without weights: nothing is drawn with it.
+            # The denoiser has no weights here, because nothing is drawn with it.
             folder, config = str(self.settings.pipeline), self.config
             if isinstance(config, ControlNetSettings):
                 config = open_denoiser(folder)[2]
             elif isinstance(config, LearnedEmbeddingsConfig):
                 config = open_unet(folder)[1]
-            # Without captions no text encoder is read.
+            # Text encoders are loaded only if there are captions.
             prompts = None if self.reads_text or self.settings.text else NoPrompts()
             self._pipeline = pipeline_around(config.build(), self.settings, prompts=prompts, dtype=self.dtype, say=self.say)
         return self._pipeline
@@ -127,17 +127,18 @@ def pipeline_around(
     say: Say | None = None,
     controlnets: Sequence[Any] = (),
 ) -> ImagePipeline:
-    """The pipeline of a denoiser with these encoders.
+    """Builds the pipeline of a denoiser with the encoders of `settings`.
 
     Args:
-        sampler: where `settings` names no pipeline, whose own is taken.
-        prompts: what makes conditions of prompts, in place of the text encoders, which are then not loaded.
-        defaults: in place of the folder's.
-        dtype: of the encoders' weights and activations.
+        denoiser: the module of the denoiser.
+        sampler: the sampler, if `settings` names no pipeline; otherwise the pipeline's sampler is used.
+        prompts: converts prompts to conditions in place of the text encoders, which are then not loaded.
+        defaults: default arguments of `images`, in place of those of the pipeline's folder.
+        dtype: the type of the encoders' weights and activations.
         controlnets: the modules of ControlNets, which steer the denoiser.
 
     Raises:
-        BadInput, Damaged: as `load_diffusers`, or a model that is named is of another kind.
+        BadInput, Damaged: as `load_diffusers`, or a named model is of another kind.
     """
     autoencoder, writer, given_prompts = None, None, prompts
     if settings.pipeline is not None:
@@ -163,7 +164,7 @@ def pipeline_around(
 
 
 def autoencoder_factor(settings: EncoderSettings) -> int:
-    """An image is so many times as high and wide as what the denoiser reads."""
+    """The ratio of an image's height and width to those of the denoiser's input."""
     folder = autoencoder_folder(settings)
     config: Any = None if folder is None else open_model(folder).config
     return 1 if config is None else config.factor
@@ -180,10 +181,13 @@ class NoPrompts:
 
 
 def text_reader(folder: str, tokens: int, dtype: Any, say: Say | None) -> PromptReader:
-    """A text encoder that reads so many tokens.
+    """Loads a text encoder with its tokenizer.
+
+    Args:
+        tokens: number of tokens that texts are padded or truncated to, at most the encoder's context.
 
     Raises:
-        BadInput: it is no encoder, or has no tokenizer.
+        BadInput: the model is no text encoder, or has no tokenizer.
     """
     opened = open_model(folder)
     if getattr(opened.config, "causal", True) and not hasattr(opened.config, "framing"):
@@ -204,14 +208,14 @@ def _opened_autoencoder(folder: str) -> Any:
 
 
 def autoencoder_folder(settings: EncoderSettings) -> Path | None:
-    """Where the autoencoder is; None if there is none."""
+    """The folder of the autoencoder; None: there is none."""
     if settings.autoencoder is not None:
         return _opened_autoencoder(settings.autoencoder).path
     return None if settings.pipeline is None else _pipeline_folder(settings.pipeline) / "vae"
 
 
 def encoder_folders(settings: EncoderSettings) -> list[Path]:
-    """Where all encoders are."""
+    """The folders of all encoders."""
     folders = [autoencoder_folder(settings)]
     if settings.text is not None:
         folders.append(open_model(settings.text).path)
@@ -221,7 +225,7 @@ def encoder_folders(settings: EncoderSettings) -> list[Path]:
 
 
 def tokenizer_folders(settings: EncoderSettings) -> list[Path]:
-    """Where the tokenizers of a pipeline are; those of other text encoders are beside their weights."""
+    """The folders of a pipeline's tokenizers. Tokenizers of other text encoders are in the folders of their weights."""
     if settings.text is not None or settings.pipeline is None:
         return []
     return _parts(settings.pipeline, "tokenizer")

@@ -1,9 +1,9 @@
-"""A diffusers folder, read and written: model_index.json names its parts, and each has a folder of its own.
+"""Reads and writes diffusers folders. Their model_index.json names the parts of a pipeline, each of which has its own folder.
 
     transformer/ (or unet/) vae/ scheduler/ text_encoder/ tokenizer/ text_encoder_2/ tokenizer_2/ ...
 
-A part that the pipeline's class does not have, or whose class is not built, is an error that names it. What was not changed is
-written as it was read: the scheduler's settings and the tokenizers byte for byte, tensors in the types that they were stored in.
+A part that the pipeline's class does not have, or whose class is not built, is an error that names it. Parts that were not changed are
+written as they were read: scheduler settings and tokenizers byte for byte, tensors in their stored types.
 """
 
 import json
@@ -48,9 +48,9 @@ SCHEDULER = "scheduler/scheduler_config.json"
 # The folders of denoisers.
 DENOISERS = ("transformer", "unet")
 CONTROLNET = "controlnet"
-# The class that model_index.json names where there are several; diffusers writes those of UNets alone.
+# The classes that model_index.json names for one and for several ControlNets. diffusers writes several only for UNets.
 ONE, SEVERAL = "ControlNetModel", "MultiControlNetModel"
-# Tokens of T5 that Stable Diffusion 3 reads.
+# Number of T5 tokens that Stable Diffusion 3 reads.
 SD3_TOKENS = 256
 # Layers whose outputs Flux.2 reads: klein of Qwen 3, dev of Mistral Small 3.
 FLUX2_LAYERS, FLUX2_DEV_LAYERS = (9, 18, 27), (10, 20, 30)
@@ -63,13 +63,14 @@ FLUX2_SYSTEM = (
 
 @dataclass(frozen=True)
 class PipelineParts:
-    """The parts of a pipeline, by the names of their folders.
+    """The parts of a pipeline.
 
     path: the folder that they were read from.
-    index: its model_index.json.
-    models: as they were loaded.
-    sampler: as the folder has it.
-    learned: the rows of each learned token, for each text encoder in its order; empty without any.
+    index: the contents of its model_index.json.
+    models: the loaded models, by the names of their folders.
+    sampler: the settings of the folder's scheduler.
+    say: called with warnings.
+    learned: for each text encoder, the embeddings of each learned token; empty: there are none.
     """
 
     path: Path
@@ -88,11 +89,11 @@ class PipelineParts:
         return [model.module for part, model in self.models.items() if part.startswith(CONTROLNET)]
 
     def reader(self, number: int, length: int | None = None) -> PromptReader:
-        """A text encoder with its tokenizer.
+        """Makes the reader of a text encoder, with its tokenizer.
 
         Args:
             number: 1 for text_encoder, 2 for text_encoder_2 and so on.
-            length: tokens of a text; None: as many as the tokenizer says.
+            length: number of tokens of a text; None: the tokenizer's `model_max_length`.
         """
         end = "" if number == 1 else f"_{number}"
         module, folder = self.models[f"text_encoder{end}"].module, self.path / f"tokenizer{end}"
@@ -102,12 +103,12 @@ class PipelineParts:
 
 
 def flux_pipeline(parts: PipelineParts) -> ImagePipeline:
-    """Flux.1: dev follows guidance as an input, schnell draws in few steps without any."""
+    """Flux.1. dev takes the guidance scale as an input; schnell draws in few steps without guidance."""
     config, vae = parts.denoiser.config, parts.models["vae"].module
     prompts = FluxPrompts([parts.reader(1), parts.reader(2, config.text_tokens)])
     side = 128 * vae.config.factor
     defaults = ImageDefaults(28, 3.5, (side, side)) if config.guided else ImageDefaults(4, 1.0, (side, side))
-    # Its pipeline gives noise levels of its own, evenly from 1 to 1/steps.
+    # diffusers' pipeline sets the noise levels, evenly from 1 to 1/steps.
     sampler = parts.sampler.model_copy(update={"spacing": "trailing"})
     return ImagePipeline(parts.denoiser, prompts, sampler, defaults, vae, say=parts.say, controlnets=parts.controlnets)
 
@@ -129,13 +130,14 @@ def z_image_pipeline(parts: PipelineParts) -> ImagePipeline:
     tokenizer, before_last = load_tokenizer(parts.path / "tokenizer"), encoder.config.layers - 1
     prompts = ZImagePrompts([ChatReader(encoder, tokenizer, length, [before_last], "text_encoder", thinks, parts.say)])
     side = 128 * vae.config.factor
-    # Its pipeline gives noise levels of its own, evenly from 1 to 1/steps, and counts a scale of guidance of 0 as none: 5 is 6 here.
+    # diffusers' pipeline sets the noise levels, evenly from 1 to 1/steps. Its guidance scale is one lower: 0 means none, and 5 is 6
+    # here.
     sampler = parts.sampler.model_copy(update={"spacing": "trailing"})
     return ImagePipeline(denoiser, prompts, sampler, ImageDefaults(50, 6.0, (side, side)), vae, say=parts.say)
 
 
 def flux2_pipeline(parts: PipelineParts) -> ImagePipeline:
-    """Flux.2 klein: distilled to four steps without guidance, or not."""
+    """Flux.2 klein, either distilled to four steps without guidance, or not distilled."""
     denoiser, encoder = parts.denoiser, parts.models["text_encoder"].module
     length, tokenizer = denoiser.config.text_tokens, load_tokenizer(parts.path / "tokenizer")
     reader = ChatReader(encoder, tokenizer, length, FLUX2_LAYERS, "text_encoder", {"enable_thinking": False}, parts.say)
@@ -143,7 +145,7 @@ def flux2_pipeline(parts: PipelineParts) -> ImagePipeline:
 
 
 def flux2_dev_pipeline(parts: PipelineParts) -> ImagePipeline:
-    """Flux.2 dev, which follows guidance as an input."""
+    """Flux.2 dev, which takes the guidance scale as an input."""
     encoder, folder = parts.models["text_encoder"].module, parts.path / "tokenizer"
     options: Any = {"system": FLUX2_SYSTEM, "pads_left": read_config(folder).raw.get("padding_side") == "left"}
     length, tokenizer = parts.denoiser.config.text_tokens, load_tokenizer(folder)
@@ -155,7 +157,7 @@ def _flux2_pipeline(parts: PipelineParts, reader: ChatReader, steps: int, guidan
     denoiser, vae = parts.denoiser, parts.models["vae"].module
     side = 64 * vae.config.factor
     defaults = ImageDefaults(steps, guidance, (side, side))
-    # Its pipeline gives noise levels of its own, evenly from 1 to 1/steps, and a shift of its own.
+    # diffusers' pipeline sets the noise levels, evenly from 1 to 1/steps, and the shift.
     shift = parts.sampler.shift.model_copy(update={"empirical": parts.sampler.shift.dynamic})
     sampler = parts.sampler.model_copy(update={"spacing": "trailing", "shift": shift})
     return ImagePipeline(denoiser, Flux2Prompts([reader]), sampler, defaults, vae, say=parts.say)
@@ -183,7 +185,7 @@ def sdxl_pipeline(parts: PipelineParts) -> ImagePipeline:
 
 def _unet_pipeline(parts: PipelineParts, prompts: PromptEncoder, guidance: float) -> ImagePipeline:
     module, vae = parts.denoiser, parts.models["vae"].module
-    # The scheduler's settings say what the network predicts, and the autoencoder how large its images are.
+    # The scheduler's settings determine the kind of prediction, and the autoencoder the ratio of pixels to latents.
     update = {"prediction": parts.sampler.prediction, "pixels": vae.config.factor}
     module.config = module.config.model_copy(update=update)
     side = module.config.size * vae.config.factor
@@ -193,10 +195,11 @@ def _unet_pipeline(parts: PipelineParts, prompts: PromptEncoder, guidance: float
 
 @dataclass(frozen=True)
 class PipelineKind:
-    """A pipeline of diffusers.
+    """A class of pipelines of diffusers.
 
-    models: the folders of its models; those in `optional` may be missing.
-    make: builds it.
+    models: the names of its models' folders.
+    make: the function that builds the pipeline.
+    optional: those of `models` that may be missing.
     """
 
     models: tuple[str, ...]
@@ -224,14 +227,14 @@ KINDS = {
     "ZImagePipeline": PipelineKind(("transformer", "vae", "text_encoder"), z_image_pipeline),
     "WanPipeline": PipelineKind(("transformer", "vae", "text_encoder"), wan_pipeline),
 }
-# What a pipeline is called with a ControlNet.
+# The class of each pipeline with a ControlNet.
 WITH_CONTROLNET = {
     "StableDiffusionPipeline": "StableDiffusionControlNetPipeline",
     "StableDiffusionXLPipeline": "StableDiffusionXLControlNetPipeline",
     "StableDiffusion3Pipeline": "StableDiffusion3ControlNetPipeline",
     "FluxPipeline": "FluxControlNetPipeline",
 }
-# Parts that no picture is drawn with here: inputs of image prompts, and checks of what was drawn.
+# Parts that are not used here: encoders for image prompts, and the safety checker.
 UNUSED = ("feature_extractor", "image_encoder", "safety_checker")
 
 
@@ -247,17 +250,18 @@ def load_diffusers(
     texts: bool = True,
     say: Say | None = None,
 ) -> ImagePipeline:
-    """The pipeline of a diffusers folder.
+    """Loads the pipeline of a diffusers folder.
 
     Args:
-        single_file: a file in its authors' names (`weights.hub.single_file`), whose models take the place of the folder's.
-        denoiser: a module in place of the folder's denoiser, whose weights are then not read; it may still lack its own.
-        controlnet: a ControlNet for the folder's denoiser, or several: a folder, a run or a checkpoint each.
-        embeddings: learned embeddings (textual inversion) of Stable Diffusion 1, 2 and XL: files (`weights.hub.learned_embeddings`),
-            folders with one, runs of `argosy train textual_inversion`, or tokens with their rows.
-        texts: whether the weights of text encoders are read. Without them a pipeline draws with other prompts, and cannot be saved.
-        dtype: of weights and activations, as in `weights.build.load_model`. An autoencoder that says so stays in float32.
-        adapter: a file of low-rank adapters (`weights.hub.image_lora`), merged into the weights as they are read.
+        dtype: the type of weights and activations, as in `weights.build.load_model`. An autoencoder with `force_upcast` stays in
+            float32.
+        adapter: a file of low-rank adapters (`weights.hub.image_lora`), which are merged into the weights as they are read.
+        single_file: a file with the original authors' tensor names (`weights.hub.single_file`), whose models replace the folder's.
+        denoiser: a module to use in place of the folder's denoiser, whose weights are then not read. It may be without weights yet.
+        controlnet: one or several ControlNets for the folder's denoiser, each a folder, a run or a checkpoint.
+        embeddings: learned embeddings (textual inversion) for Stable Diffusion 1, 2 and XL: files (`weights.hub.learned_embeddings`),
+            folders with one, runs of `argosy train textual_inversion`, or `LearnedToken`s.
+        texts: whether to read the weights of text encoders. Without these, a pipeline needs other prompts, and cannot be saved.
         say: called with warnings.
 
     Raises:
@@ -308,7 +312,7 @@ def load_diffusers(
         for part, model in others.items():
             if type(model.config) is not type(opened[part].config) or model.config.hub_rows() != opened[part].config.hub_rows():
                 raise BadInput(f"{part} of {single_file} is another model than that of the folder", where=str(path))
-            # Settings that no tensor tells are the folder's.
+            # Settings that cannot be inferred from tensors are the folder's.
             opened[part] = replace(model, config=opened[part].config, hub=opened[part].hub)
         if remaining := sorted(opened.keys() - others.keys()):
             (say or (lambda _: None))(f"{single_file} has {', '.join(others)}; {', '.join(remaining)} are the folder's")
@@ -341,10 +345,10 @@ def load_diffusers(
 
 
 def _with_controlnet(name: str, path: Path) -> str:
-    """The class of a pipeline with a ControlNet.
+    """The name of a pipeline's class with a ControlNet.
 
     Raises:
-        BadInput: it has one already, or there is no such class.
+        BadInput: the pipeline has a ControlNet already, or there is no such class.
     """
     if name in WITH_CONTROLNET:
         return WITH_CONTROLNET[name]
@@ -355,7 +359,7 @@ def _with_controlnet(name: str, path: Path) -> str:
 
 
 def numbered(i: int) -> str:
-    """The folder of a pipeline's ControlNet: controlnet, controlnet_1, controlnet_2 and so on."""
+    """The name of the folder of a pipeline's ControlNet with index i: controlnet, controlnet_1, controlnet_2 and so on."""
     return CONTROLNET if i == 0 else f"{CONTROLNET}_{i}"
 
 
@@ -374,13 +378,14 @@ def _loaded(opened: OpenedModel, dtype: Any) -> LoadedModel:
 
 
 def save_diffusers(parts: PipelineParts, pipe: ImagePipeline, folder: Path) -> None:
-    """Writes a diffusers folder: beside its name as `NAME.part`, which is renamed at the end.
+    """Writes a diffusers folder. It is first written as `NAME.part` in the same place, and renamed at the end.
 
     Args:
-        parts: what the pipeline was made of.
+        parts: the parts that the pipeline was built from.
+        folder: the folder to write.
 
     Raises:
-        BadInput: the folder exists, or an unfinished one; or no class of diffusers samples as the pipeline does.
+        BadInput: the folder or `NAME.part` exists, or no class of diffusers samples as the pipeline does.
     """
     target, folder = folder, folder.with_name(f"{folder.name}.part")
     for path in (target, folder):
@@ -389,7 +394,7 @@ def save_diffusers(parts: PipelineParts, pipe: ImagePipeline, folder: Path) -> N
     if len(parts.controlnets) > 1 and parts.index[CONTROLNET][-1] != SEVERAL:
         problem = f"{parts.index['_class_name']} with {len(parts.controlnets)} ControlNets: diffusers writes no folder of several"
         raise BadInput(problem, hint="save the pipeline without them: argosy.load(FOLDER); `controlnet=` takes several")
-    # Before anything is written.
+    # Computed first, so that an error comes before anything is written.
     scheduler = None if pipe.sampler == parts.sampler else scheduler_config(pipe.sampler)
     folder.mkdir(parents=True)
     for part, model in parts.models.items():
@@ -412,9 +417,9 @@ def save_diffusers(parts: PipelineParts, pipe: ImagePipeline, folder: Path) -> N
 
 
 def _is_partly_read(folder: Path) -> bool:
-    """Whether a folder has other towers beside the text model that is read, which would not be written again."""
+    """Whether only the text model of a folder is read, and its other towers are not, so that the folder must be copied as it is."""
     config = folder / "config.json"
-    # ControlNets that were given beside the folder are not in it.
+    # ControlNets that were loaded from elsewhere have no folder here.
     return config.is_file() and "text_config" in read_json_object(config)
 
 

@@ -1,6 +1,6 @@
-"""diffusers' scheduler_config.json, read and written: a table for each class of what its keys are called here.
+"""Reads and writes diffusers' scheduler_config.json, by tables of its classes and keys.
 
-A key that changes results and is not understood is refused, with its name. Keys that a class does not read are left out.
+A key that would change results but is not supported is an error that names it. Keys that a class does not read are ignored.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ CLASSES = {
     "EDMEulerScheduler": "euler",
     "EDMDPMSolverMultistepScheduler": "dpmpp_2m",
 }
-"""The method of each class."""
+"""The sampler of each class of diffusers, by `SamplerSettings.name`."""
 
 DPM = ("DPMSolverMultistepScheduler", "EDMDPMSolverMultistepScheduler")
 PREDICTIONS = {
@@ -34,9 +34,9 @@ PREDICTIONS = {
     "sample": "sample",
     "flow_prediction": "velocity",
 }
-# Those of classes with EDM's noise.
+# The same for classes with EDM's noise.
 EDM_PREDICTIONS = {"epsilon": "edm", "v_prediction": "v"}
-# What classes take a key to be that config.json leaves out, where it differs from the settings here.
+# Default values of keys by class, if they differ from the defaults of `SamplerSettings`.
 UNSAID: dict[str, dict[str, Any]] = {
     "EulerDiscreteScheduler": {"timestep_spacing": "linspace"},
     "EulerAncestralDiscreteScheduler": {"timestep_spacing": "linspace"},
@@ -47,7 +47,7 @@ UNSAID: dict[str, dict[str, Any]] = {
     "LCMScheduler": {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"},
     "PNDMScheduler": {"set_alpha_to_one": False},
 }
-# Keys whose other values are not built, and the values that are.
+# Keys for which only these values are built.
 ONLY: dict[str, tuple[Any, ...]] = {
     "num_train_timesteps": (STEPS,),
     "thresholding": (False,),
@@ -63,15 +63,15 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "disable_corrector": ([],),
     "variance_type": (None, "fixed_small", "fixed_large", "learned", "learned_range"),
 }
-# The same, of classes without EDM's noise.
+# The same, for classes without EDM's noise.
 ONLY_OTHERS: dict[str, tuple[Any, ...]] = {"sigma_min": (None,), "sigma_max": (None,)}
 
 
 def sampler_of(config: Mapping[str, Any]) -> SamplerSettings:
-    """The settings of a scheduler_config.json.
+    """Converts the contents of a scheduler_config.json to settings.
 
     Raises:
-        BadInput: the class or the value of a key is not built.
+        BadInput: the class, or the value of a key, is not built.
     """
     name = str(config.get("_class_name"))
     if name not in CLASSES:
@@ -150,15 +150,15 @@ def _shift(scheduler: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kind_of(name: str) -> str:
-    """FlowMatch or EDM, of classes for these alone."""
+    """The prefix `FlowMatch` or `EDM` of the name of a class that is for these models only; empty for others."""
     return next((kind for kind in ("FlowMatch", "EDM") if name.startswith(kind)), "")
 
 
 def scheduler_config(settings: SamplerSettings) -> dict[str, Any]:
-    """The scheduler_config.json of these settings.
+    """Converts settings to the contents of a scheduler_config.json.
 
     Raises:
-        BadInput: no class of diffusers samples like that.
+        BadInput: no class of diffusers samples with these settings.
     """
     is_flow, is_edm = isinstance(settings.noise, FlowNoise), isinstance(settings.noise, EDMNoise)
     config: dict[str, Any] = {"_diffusers_version": "0.42.1", "num_train_timesteps": STEPS}

@@ -1,4 +1,4 @@
-"""Learned embeddings (textual inversion) as a pipeline reads them: from files, from runs, and in memory."""
+"""Reads learned embeddings (textual inversion) for a pipeline, from files, from runs, or from memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ from argosy.weights.hub.learned_embeddings import LearnedRows, add_learned_rows,
 
 @dataclass(frozen=True)
 class LearnedToken:
-    """A token with its rows.
+    """A token with learned embeddings.
 
-    token: its name in prompts.
-    rows: [n D] for each text encoder, in its order.
+    token: the token's name in prompts.
+    rows: the embeddings [n D] for each text encoder, in the order of the encoders.
     """
 
     token: str
@@ -30,11 +30,11 @@ class LearnedToken:
 
 
 def learned_rows(tokens: Sequence[str | Path | LearnedToken], widths: Sequence[int]) -> list[LearnedRows]:
-    """The rows of each token for each text encoder.
+    """Reads learned tokens. Returns, for each text encoder, the embeddings of each token.
 
     Args:
-        tokens: files, folders with one, runs and checkpoints of `argosy train textual_inversion`, or the tokens themselves.
-        widths: of the encoders' embeddings, in their order.
+        tokens: files, folders with one, runs and checkpoints of `argosy train textual_inversion`, or `LearnedToken`s.
+        widths: the embedding width of each text encoder, in the order of the encoders.
 
     Raises:
         BadInput, Damaged: as `read_learned_embeddings`, or a run trained something else.
@@ -50,15 +50,16 @@ def learned_rows(tokens: Sequence[str | Path | LearnedToken], widths: Sequence[i
 
 
 def _is_run(path: str | Path) -> bool:
-    """Whether a folder is a run, or a checkpoint: a run's newest checkpoint is newer than the file beside it."""
+    """Whether a folder is a run or a checkpoint. If a run also has a file of embeddings, its newest checkpoint is read, which is
+    newer."""
     return (Path(path) / CHECKPOINTS).is_dir() or (Path(path) / META).is_file()
 
 
 def trained_token(path: str | Path) -> LearnedToken:
-    """The token that a run trained, at its last good checkpoint, or at one checkpoint.
+    """Reads the token that a run trained, at its last good checkpoint, or at one checkpoint.
 
     Raises:
-        BadInput, Damaged: there is none, or it trained something else.
+        BadInput, Damaged: there is no good checkpoint, or the run trained something else.
     """
     stored = open_model(path)
     if not isinstance(stored.config, LearnedEmbeddingsConfig):
@@ -69,9 +70,10 @@ def trained_token(path: str | Path) -> LearnedToken:
 
 
 def learned_layer(pipeline: Path, unet: UNetConfig) -> dict[str, Any]:
-    """The settings of learned embeddings for a diffusers folder, but for the token: `argosy train textual_inversion model=FOLDER`.
+    """The settings to be merged for `argosy train textual_inversion model=FOLDER`: those of the learned embeddings, except the token.
 
     Args:
+        pipeline: the diffusers folder.
         unet: the settings of its denoiser.
     """
     encoders: list[Any] = [open_model(pipeline / name) for name in ENCODERS if (pipeline / name).is_dir()]

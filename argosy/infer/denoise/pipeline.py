@@ -296,8 +296,11 @@ class ImagePipeline:
     ) -> SamplingPlan:
         """The sampling plan for images of this size in pixels, or for videos with `frames` latent frames.
 
+        Args:
+            strength: the share of the steps that are run.
+
         Raises:
-            BadInput: the sampler does not fit the model, or these steps.
+            BadInput: the sampler does not fit the model or the number of steps.
         """
         if sampler.prediction != self.config.prediction:
             problem = f"sampler.prediction = {sampler.prediction}: this model predicts {self.config.prediction}"
@@ -314,14 +317,22 @@ class ImagePipeline:
     def conditions(
         self, texts: Sequence[str], negatives: Sequence[str | None], scale: float
     ) -> tuple[Conditions, Conditions | None]:
-        """Conditions of the prompts, and of the negative prompts; None for the latter if guidance needs none."""
+        """Encodes prompts and negative prompts to conditions. The latter are None if there is no classifier-free guidance.
+
+        Args:
+            negatives: a negative prompt for each prompt, or None.
+            scale: the guidance scale.
+
+        Raises:
+            BadInput: a negative prompt is given, but the model takes the guidance scale as an input.
+        """
         conditions = self.prompts.encode(texts)
         if "guidance" in self.config.conditions:
             if any(negatives):
                 problem = "negative prompts have no effect: this model takes the scale of guidance as an input"
                 raise BadInput(problem, hint="leave out `negative`")
             return conditions._replace(guidance=jnp.full(len(texts), scale, jnp.float32)), None
-        # A model that was distilled without guidance leads away from a negative prompt only.
+        # For a model that was distilled without guidance, only a negative prompt has an effect.
         if scale == 1 or (self.config.distilled and not any(negatives)):
             return conditions, None
         if all(text is None for text in negatives):

@@ -1,13 +1,14 @@
-"""Conditions of prompts by text encoders: CLIP's, T5's and any other, as each pipeline of diffusers reads them.
+"""Computes the conditions of prompts with text encoders such as CLIP and T5, as the pipelines of diffusers do.
 
-    Flux       text: T5's states                                    pooled: CLIP's vector of the text
-    SD         text: CLIP's states (XL: those of both CLIPs before the last layer, and the second one's vector)
-    SD3        text: CLIP's states before the last layer, side by side, then T5's below them       pooled: both vectors of CLIP
-    Wan        text: UMT5's states, zeros for padding
-    others     text: states of any encoder, zeros for padding   pooled: their mean
+    Flux       text: hidden states of T5                            pooled: CLIP's pooled vector
+    SD         text: hidden states of CLIP. XL: those of both CLIPs before the last layer; pooled: the second one's pooled vector
+    SD3        text: hidden states of both CLIPs before the last layer, joined along the width, then those of T5 as further tokens
+               pooled: both pooled vectors of CLIP
+    Wan        text: hidden states of UMT5, zeros for padding
+    others     text: hidden states of any encoder, zeros for padding      pooled: their mean
 
-Texts are padded to one length, and padding is read like words: so these models were trained; but for Wan and the others, whose encoders
-leave it out. A longer text loses its end, which is said.
+Texts are padded to one length. Padding is attended to like words, as in the training of these models, except for Wan and others, whose
+encoders mask it. Longer texts are truncated, with a warning.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,34 +32,35 @@ from argosy.models.blocks.clip import text_states, unet_conditions
 from argosy.models.diffusion.base import Conditions
 from argosy.models.parts.weight import merge, split
 
-# Address of the table of tokens in every text encoder.
+# The parameter name of the token embedding in every text encoder.
 EMBEDDING = "embed.w"
 
 
-# {hidden, penultimate, pooled, mask}: states of all tokens; those before the last layer and one vector for each text, of CLIP alone; 1
-# where a token is no padding.
+# The outputs of a text encoder, by name. hidden: [B T D] the hidden states of all tokens. penultimate: [B T D] those before the last
+# layer (CLIP only). pooled: [B D] one vector for each text (CLIP only). mask: [B T] the attention mask, 0 for padding.
 TextStates = dict[str, Array]
 
 
 class PromptTokens:
-    """Texts to the ids that a text encoder reads, padded to one length. Learned tokens have the ids after those of the vocabulary.
+    """Converts texts to the token ids that a text encoder reads, padded to one length. Learned tokens (textual inversion) have ids
+    after those of the vocabulary.
 
     Args:
-        config: of the encoder.
-        tokenizer: of its vocabulary.
-        length: tokens that every text is padded or cut to.
-        name: what error messages call the encoder.
-        say: called with what a text lost.
-        learned: the number of rows of each learned token.
+        config: the settings of the encoder.
+        tokenizer: the tokenizer.
+        length: number of tokens that every text is padded or truncated to.
+        name: the name of the encoder in messages.
+        say: called with a warning if a text is truncated.
+        learned: the number of embeddings of each learned token, by the token's name.
 
-    learned: the ids of each learned token's rows, by its name in lower case.
-    learned_tokens: the same by the names as they are written.
-    frame: ids before and after each text.
-    pad: the id of padding.
-    pads_left: whether padding stands before the text: never.
+    learned: the ids of each learned token's embeddings, by the token's name in lower case.
+    learned_tokens: finds learned tokens in texts.
+    frame: the special tokens before and after each text.
+    pad: the id of the padding token.
+    pads_left: whether padding is before the text. Always false.
 
     Raises:
-        BadInput: a learned token is in the vocabulary already, or a special token of the tokenizer is none.
+        BadInput: a learned token is in the vocabulary already, or a special token of the tokenizer is not one token.
     """
 
     pads_left = False
@@ -81,21 +83,21 @@ class PromptTokens:
         self.pad = pad[0] if pad else (last[0] if last else 0)
 
     def ids(self, texts: Sequence[str]) -> Int[np.ndarray, "B T"]:
-        """The ids of texts, with the special tokens around them, padded to one length. As in transformers, the name of a special token
-        in a text is that token: the padding of OpenCLIP is an exclamation mark."""
+        """The ids of texts, with special tokens around them, padded to one length. As in transformers, the name of a special token in a
+        text becomes that token. For example, the padding token of OpenCLIP is an exclamation mark."""
         return self.padded(texts)[0]
 
     def affixes(self) -> tuple[str, str]:
-        """The text before and after each text: none."""
+        """The texts that are put before and after each prompt. Always empty."""
         return "", ""
 
     def cut(self, texts: Sequence[str]) -> int:
-        """How many texts are longer than what is read of one."""
+        """The number of texts that are truncated."""
         room = self.length - sum(map(len, self.frame))
         return sum(len(ids) > room for ids in self.encoded(texts))
 
     def padded(self, texts: Sequence[str]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B T"]]:
-        """The ids of texts, and 1 where they are no padding."""
+        """The ids of texts, and their attention mask (1: a token, 0: padding)."""
         first, last = self.frame
         out = np.full((len(texts), self.length), self.pad, np.int32)
         words = np.zeros_like(out)
@@ -109,11 +111,12 @@ class PromptTokens:
         return out, words
 
     def encoded(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text alone. Learned tokens part it, as added tokens do in transformers, within words too."""
+        """The ids of each text, without special tokens around it. Learned tokens are found within words too, as added tokens in
+        transformers."""
         return self.learned_tokens.encode(self.tokenizer, texts)
 
     def _decoded(self, ids: Sequence[int]) -> str:
-        """The text of ids, the names of learned tokens among them."""
+        """Decodes ids to text. Learned tokens become their names, after the other text."""
         of = {rows[0]: token for token, rows in self.learned.items()}
         rest = {row for rows in self.learned.values() for row in rows}
         named = [of[i] for i in ids if i in of]
@@ -129,13 +132,14 @@ class PromptTokens:
 
 
 class PromptReader(PromptTokens):
-    """A text encoder and its tokenizer: texts to states.
+    """Runs a text encoder with its tokenizer.
 
     Args:
-        module: of CLIP or T5.
-        learned: [n D] rows of each learned token, which stand where its name is in a text (textual inversion).
+        module: the module of the encoder, such as CLIP or T5.
+        learned: the embeddings [n D] of each learned token, which replace the token's name in a text (textual inversion).
 
-    full_module: the encoder with these rows behind those of its vocabulary.
+    module: the encoder as it was given.
+    full_module: the encoder with the learned embeddings after those of its vocabulary.
     """
 
     def __init__(
@@ -152,7 +156,7 @@ class PromptReader(PromptTokens):
         self.module = self.full_module = module
         graph, self._leaves = split(module)
         if learned:
-            # The table of this program alone: the module stays as its folder has it.
+            # Only this program uses the longer table. The module itself is not changed.
             table = self._leaves[EMBEDDING]
             rows = np.concatenate(list(learned.values()))
             self._leaves = self._leaves | {EMBEDDING: jnp.concatenate([table, jnp.asarray(rows, table.dtype)])}
@@ -160,13 +164,13 @@ class PromptReader(PromptTokens):
         self._program = _states(graph, module.dtype)
 
     def states(self, texts: Sequence[str], *, masked: bool = False) -> TextStates:
-        """What the encoder makes of texts.
+        """Runs the encoder on texts.
 
         Args:
-            masked: padding is not attended to, and `mask` says where it is not; else it is read like words.
+            masked: whether padding is masked; if not, it is attended to like words.
 
         Raises:
-            ArgosyError: it is not finite.
+            ArgosyError: the encoder's outputs are not finite.
         """
         unique = list(dict.fromkeys(texts))
         rows = 1 << (len(unique) - 1).bit_length()
@@ -177,7 +181,7 @@ class PromptReader(PromptTokens):
         return jax.tree.map(lambda a: a[order], found | {"mask": jnp.asarray(words)})
 
     def computed(self, model: Any, tokens: Int[Array, "B T"], segments: Int[Array, "B T"]) -> TextStates:
-        """`encoder_states`, of the encoder with other weights."""
+        """As `encoder_states`, for a module of this encoder with other weights."""
         return encoder_states(model, tokens, segments)
 
 
@@ -192,10 +196,10 @@ def _states(graph: Any, dtype: Any) -> Callable[..., TextStates]:
 
 
 def encoder_states(model: Any, tokens: Int[Array, "B T"], segments: Int[Array, "B T"]) -> TextStates:
-    """What a text encoder makes of tokens, without `mask`.
+    """Runs a text encoder on token ids. The result has no `mask`.
 
     Args:
-        segments: 0 for tokens that are not attended to.
+        segments: the attention mask; 0 for tokens that are masked.
     """
     attend = model.config.attend(segments)
     return text_states(model, tokens, attend) if hasattr(model, "states") else {"hidden": model.hidden(tokens, attend)[0]}
@@ -203,7 +207,7 @@ def encoder_states(model: Any, tokens: Int[Array, "B T"], segments: Int[Array, "
 
 @runtime_checkable
 class TextReader(Protocol):
-    """A text encoder with its tokenizer: `PromptReader`, or `chat_prompts.ChatReader`."""
+    """The interface of a text encoder with its tokenizer: `PromptReader` or `chat_prompts.ChatReader`."""
 
     module: Any
     full_module: Any
@@ -221,11 +225,11 @@ class TextReader(Protocol):
 
 
 class EncoderPrompts:
-    """Prompts that text encoders read, each with a tokenizer.
+    """Converts prompts to conditions with one or several text encoders, each with its tokenizer.
 
     readers: the encoders.
-    masked: whether padding is not attended to; else it is read like words.
-    unescapes: whether texts are read as `data.framing.unescape_text` gives them.
+    masked: whether padding is masked; if not, it is attended to like words.
+    unescapes: whether `data.framing.unescape_text` is applied to texts.
     """
 
     masked, unescapes = False, False
@@ -235,7 +239,7 @@ class EncoderPrompts:
 
     @property
     def learned_tokens(self) -> list[str]:
-        """The tokens that stand for learned embeddings, in lower case."""
+        """The names of the learned tokens of all encoders, in lower case."""
         return list(dict.fromkeys(token for reader in self.readers for token in reader.learned))
 
     def encode(self, texts: Sequence[str]) -> Conditions:
@@ -246,12 +250,12 @@ class EncoderPrompts:
         return self.encode([""] * count)
 
     def conditions(self, states: Sequence[TextStates]) -> Conditions:
-        """The conditions of what each encoder makes of the texts."""
+        """Combines the outputs of each encoder to conditions."""
         raise NotImplementedError
 
 
 class FluxPrompts(EncoderPrompts):
-    """Prompts of Flux: the vector of CLIP, which is the first encoder, and states of T5."""
+    """Prompts of Flux: the pooled vector of CLIP, which is the first encoder, and the hidden states of T5."""
 
     def conditions(self, states: Sequence[TextStates]) -> Conditions:
         clip, t5 = states
@@ -262,9 +266,9 @@ class SD3Prompts(EncoderPrompts):
     """Prompts of Stable Diffusion 3.
 
     Args:
-        readers: the two encoders of CLIP, and T5 or not: the model then runs on zeros.
-        width: of the denoiser's text states.
-        length: tokens of T5.
+        readers: the two encoders of CLIP, and optionally T5. Without T5 its states are zeros.
+        width: the width of the denoiser's text states.
+        length: number of tokens of T5.
     """
 
     def __init__(self, readers: Sequence[TextReader], width: int, length: int):
@@ -281,10 +285,10 @@ class SD3Prompts(EncoderPrompts):
 
 
 class SDPrompts(EncoderPrompts):
-    """Prompts of Stable Diffusion 1 and 2, by one CLIP, and XL, by two (`unet_conditions`).
+    """Prompts of Stable Diffusion 1 and 2, with one CLIP, and XL, with two (`unet_conditions`).
 
     Args:
-        zeros: whether guidance leads away from zeros where there is no negative prompt, as the base model of XL was trained.
+        zeros: whether the conditions without a prompt are zeros, as in the training of XL's base model; if not, those of an empty text.
     """
 
     def __init__(self, readers: Sequence[TextReader], zeros: bool = False):
@@ -301,7 +305,7 @@ class SDPrompts(EncoderPrompts):
 
 
 class TextPrompts(EncoderPrompts):
-    """Prompts of any text encoder: its states of all tokens, zeros for padding, and their mean over the tokens of the text."""
+    """Prompts of any text encoder: the hidden states of all tokens, zeros for padding, and their mean over the tokens of the text."""
 
     masked = True
 
@@ -312,8 +316,8 @@ class TextPrompts(EncoderPrompts):
 
 
 class WanPrompts(EncoderPrompts):
-    """Prompts of Wan: the states of UMT5, zeros for padding, which the denoiser reads. As its pipeline does, names of characters
-    (`&amp;`) become the characters, and white space one blank; what `ftfy` mends there is left as it is."""
+    """Prompts of Wan: the hidden states of UMT5, zeros for padding, which the denoiser attends to. As in diffusers' pipeline, HTML
+    entities (`&amp;`) are decoded, and runs of white space become one space. The repairs of `ftfy` are not made."""
 
     masked, unescapes = True, True
 
@@ -326,6 +330,6 @@ def _float32(a: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def prompt_length(tokenizer: Path, context: int) -> int:
-    """The tokens of a prompt: as many as the folder of a tokenizer says, and at most those of the encoder."""
+    """The number of tokens of a prompt: the `model_max_length` of a tokenizer's folder, and at most the encoder's context."""
     said = read_config(tokenizer).raw.get("model_max_length")
     return min(int(said), context) if isinstance(said, int | float) and said > 0 else context

@@ -1,4 +1,4 @@
-"""What a run trains of a diffusers folder: its denoiser, or a ControlNet or learned embeddings beside it."""
+"""Reads the settings of a run that trains on a diffusers folder: its denoiser, or a ControlNet or learned embeddings for it."""
 
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from argosy.models.diffusion.unet import UNetConfig
 from argosy.weights.hub.config import read_json_object
 from argosy.weights.model import OpenedModel
 
-# Objectives that train something else for the denoiser of a diffusers folder, and what that is.
+# Objectives that train something other than the denoiser of a diffusers folder, and what they train.
 BESIDE = {"controlnet": "a ControlNet", "textual_inversion": "a learned token"}
 
 
 def open_denoiser(folder: str | Path) -> tuple[str, OpenedModel, Any]:
-    """The denoiser of a diffusers folder: the name of its part, the model, and its settings with those that the folder has elsewhere.
+    """Opens the denoiser of a diffusers folder. Returns the name of its part, the model, and its settings, completed from the folder's
+    other parts.
 
     Raises:
         BadInput, Damaged: as `load_diffusers`, or there is no denoiser.
@@ -39,10 +40,10 @@ def open_denoiser(folder: str | Path) -> tuple[str, OpenedModel, Any]:
 
 
 def open_unet(folder: str | Path, subject: str = "a learned token") -> tuple[OpenedModel, UNetConfig]:
-    """The UNet of a diffusers folder, and its settings with those that the folder has elsewhere.
+    """Opens the UNet of a diffusers folder. Returns the model, and its settings, completed from the folder's other parts.
 
     Args:
-        subject: what is for UNets alone, in errors.
+        subject: the thing that needs a UNet, for error messages.
 
     Raises:
         BadInput, Damaged: as `load_diffusers`, or its denoiser is no UNet.
@@ -58,13 +59,14 @@ def open_unet(folder: str | Path, subject: str = "a learned token") -> tuple[Ope
 
 
 def denoiser_layers(folder: str | Path, objective_name: str = "") -> dict[str, Any]:
-    """The settings of a run that trains the denoiser of a diffusers folder: the meaning of `model=FOLDER`.
+    """The settings to be merged for a run with `model=FOLDER`, where the folder is a diffusers folder.
 
     Args:
-        objective_name: `controlnet` and `textual_inversion` train a ControlNet or learned embeddings for it in its place.
+        objective_name: the objective. `controlnet` and `textual_inversion` train a ControlNet or learned embeddings for the denoiser;
+            others train the denoiser.
 
     Raises:
-        BadInput, Damaged: as `load_diffusers`; or the model has no ControlNets, or learned embeddings.
+        BadInput, Damaged: as `load_diffusers`; or ControlNets or learned embeddings are not built for this model.
     """
     path = Path(folder)
     index = read_json_object(path / INDEX)
@@ -81,7 +83,7 @@ def denoiser_layers(folder: str | Path, objective_name: str = "") -> dict[str, A
         update["pixels"] = vae.factor
     objective: dict[str, Any] = {"condition": "text"}
     if isinstance(sampler.noise, FlowNoise):
-        # With a shift that depends on the size, levels are drawn as they are.
+        # A shift that depends on the image size is not applied in training.
         objective["timesteps"] = {"name": "logit_normal", "shift": 1.0 if sampler.shift.dynamic else sampler.shift.factor}
     elif isinstance(sampler.noise, EDMNoise):
         objective |= {"name": "edm", "noise": sampler.noise.model_dump(exclude={"kind"})}
