@@ -153,5 +153,9 @@ class EngineSettings(PlainEngineSettings):
 
 
 def with_adapters(plain: PlainEngineSettings, **more: Any) -> EngineSettings:
-    """The settings of an engine for the model alone, as those of any engine. more: others, over these."""
+    """Converts the settings of an engine without adapters to `EngineSettings`.
+
+    Args:
+        more: settings that replace those of `plain`.
+    """
     return EngineSettings(**{name: getattr(plain, name) for name in plain.model_fields_set} | more)

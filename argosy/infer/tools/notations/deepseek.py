@@ -1,4 +1,4 @@
-"""Calls as DeepSeek's models write them (arXiv 2412.19437 and 2501.12948), in a section after text.
+"""The notation of tool calls of DeepSeek's models (arXiv 2412.19437 and 2501.12948), in a section after text.
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f        V3, R1: the arguments in a block of code, and a
     ```json                                                              line break between calls
@@ -7,7 +7,7 @@
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}<｜tool▁call▁end｜><｜tool▁calls▁end｜>        V3.1
 
-Both are read, whichever the template writes; a grammar makes the template's.
+Both forms are read, whichever the template writes; a grammar forces the template's form.
 """
 
 import json
@@ -70,7 +70,7 @@ class DeepSeekNotation(SectionedNotation):
 
 
 def _as_text(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call with its arguments as JSON."""
+    """Copies a call, with its arguments as the text of a JSON object."""
     function = call["function"]
     arguments = function.get("arguments")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

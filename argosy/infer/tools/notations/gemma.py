@@ -1,9 +1,9 @@
-"""Calls as Gemma 4 writes them.
+"""The notation of tool calls of Gemma 4.
 
     <|tool_call>call:f{city:<|"|>Rome<|"|>,days:[1,2],more:{on:true}}<tool_call|>
 
-Any number of them, after text. Texts stand between marks of their own, with nothing escaped; keys are bare, and sorted where a grammar
-or the template writes them. `None` is read too, which the template writes.
+Any number of calls follows text. Texts are between marks, without escapes. Keys are not quoted, and are sorted if a grammar or the
+template writes them. `None`, which the template writes, is read too.
 """
 
 import json
@@ -19,14 +19,14 @@ from argosy.infer.tools.notations.schemas import resolve_schema, schema_types, s
 OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 _NAME, _KEY, _PLAIN = re.compile(r"call:([\w.-]+)"), re.compile(r"[^:,{}\[\]]+"), re.compile(r"[^,{}\[\]]+")
 PLAIN = {"integer", "number", "boolean", "null"}
-# Words that a schema may have beside its type, by type.
+# Keywords that a schema may have: those without effect (`NOTES`), and others by type (`SAYS`).
 NOTES = {"type", "description", "title", "default", "examples", "$defs", "definitions", "$schema"}
 NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 SAYS = {
     "object": {"properties", "required", "additionalProperties"}, "array": {"items"}, "string": set[str](), "integer": NUMBERS,
     "number": NUMBERS, "boolean": set[str](), "null": set[str](),
 }  # fmt: skip
-# A document without a schema, but for its texts.
+# Grammar rules for any JSON value, except the rule `text`.
 ANY = [
     'any: text | plain | "[" (any ("," any)*)? "]" | "{" (KEY ":" any ("," KEY ":" any)*)? "}"',
     json_rule("plain", {"type": sorted(PLAIN)}),
@@ -59,10 +59,10 @@ class GemmaNotation(MarkedNotation):
         return content.strip(), calls
 
     def _value(self, scan: CallScanner) -> Any:
-        """The value that begins here, and the blanks around it.
+        """Consumes the value at this position, with white space around it, and returns it.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no value.
         """
         scan.blanks()
         if scan.takes(self.mark(QUOTE)):
@@ -110,7 +110,7 @@ class GemmaNotation(MarkedNotation):
 
 
 def _items(scan: CallScanner, end: str) -> Iterator[None]:
-    """Once for each item up to this end, which is passed."""
+    """Yields once for each item of a list or an object, and consumes commas and the end."""
     scan.blanks()
     if scan.takes(end):
         return
@@ -124,19 +124,20 @@ def _items(scan: CallScanner, end: str) -> Iterator[None]:
 
 
 class _Rules:
-    """The rules of a grammar for the documents of a schema.
+    """Writes the grammar rules for the values of a JSON schema.
 
     Args:
-        name: of the first rule, and the beginning of the others' names.
-        quote: the mark of texts, in a grammar.
-        refusal: the end of a message about what cannot be forced.
+        root: the schema.
+        name: the name of the first rule, and the prefix of the names of the others.
+        quote: the mark around texts, as it is written in a grammar.
+        refusal: the end of error messages about schemas that cannot be forced.
     """
 
     def __init__(self, root: Mapping[str, Any], name: str, quote: str, refusal: str):
         self.root, self.name, self.quote, self.refusal = root, name, quote, refusal
         self.rules: list[str] = []
         self.objects = 0
-        # By the schemas that are written, so that one which refers to itself is written once.
+        # The names of rules by the `id` of their schema, so that a schema that refers to itself is written once.
         self.known: dict[int, str] = {}
 
     def written(self) -> list[str]:
@@ -145,7 +146,7 @@ class _Rules:
         return [f"{self.name}: {first}", *self.rules]
 
     def _rule(self, schema: Any) -> str:
-        """The name of the rule of a schema."""
+        """Writes the rule for a schema, unless it is written already. Returns the rule's name."""
         schema = resolve_schema(schema, self.root)
         if id(schema) not in self.known:
             name = self.known[id(schema)] = f"{self.name}_{len(self.known)}"

@@ -1,5 +1,5 @@
-"""Calls as gpt-oss writes them: a message of a channel, which ends the completion. `infer.tools.channels` reads thoughts, text and
-calls."""
+"""The notation of tool calls of gpt-oss: a message of a channel, which ends the completion. `infer.tools.channels` parses reasoning,
+text and calls."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,10 +1,10 @@
-"""Calls as Hermes and Qwen write them.
+"""The notation of tool calls of Hermes and Qwen.
 
     <tool_call>
     {"name": "f", "arguments": {...}}
     </tool_call>
 
-Any number of them, after text. The marks are ordinary tokens of Qwen's vocabularies and special ones of others'.
+Any number of calls follows text. The marks are ordinary tokens in Qwen's vocabularies, and special tokens in others.
 """
 
 import json
@@ -36,7 +36,7 @@ class HermesNotation(MarkedNotation):
         return content.strip(), calls
 
     def call(self, scan: CallScanner) -> ToolCall:
-        """The call at this position.
+        """Consumes and returns the call at this position.
 
         Raises:
             ValueError: there is no call.
@@ -44,7 +44,7 @@ class HermesNotation(MarkedNotation):
         return call_names(scan.json()[0])
 
     def opened(self, place: int, name: str) -> str:
-        """A call of this function in a grammar."""
+        """A call of the function `name`, as it is written in a grammar. Its arguments are the rule `arguments_{place}`."""
         opening = f'{{"name": "{name}", "arguments": '
         return f'{json.dumps(opening)} arguments_{place} "}}"'
 

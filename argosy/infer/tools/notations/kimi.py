@@ -1,12 +1,12 @@
-"""Calls as Kimi K2 writes them (arXiv 2507.20534).
+"""The notation of tool calls of Kimi K2 (arXiv 2507.20534).
 
     <|tool_calls_section_begin|>
         <|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>    any number
     <|tool_calls_section_end|>
 
-After text, without the line breaks above. The number counts all calls of a conversation: Moonshot's guide to calls asks for these ids
-in all messages. The first template numbers calls itself, whatever the messages say, and gives results the ids of calls in their
-order; later ones write the ids of the messages. So calls are numbered here, those that another model has made too, and results come
+Calls follow text, and have none of the line breaks above. The number counts all calls of a conversation, and Moonshot's guide requires
+such ids in all messages. The first template numbers calls itself, ignoring the ids in messages, and gives results the ids of calls in
+order. Later templates write the ids in messages. So here all calls are numbered, including those of other models, and results are put
 in the order of their calls.
 """
 
@@ -50,7 +50,7 @@ class KimiNotation(SectionedNotation):
     def messages(cls, messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
         turns: list[dict[str, Any]] = []
         results: list[dict[str, Any]] = []
-        # By the ids of the messages, those of the calls whose results may come now; dicts keep their order.
+        # The calls whose results may follow: the id in the messages -> the new id, in the order of the calls.
         names: dict[str, str] = {}
         number = 0
         for message in messages:
@@ -78,7 +78,7 @@ class KimiNotation(SectionedNotation):
 
 
 def _sorted(results: Sequence[dict[str, Any]], names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Results in the order of their calls, with the ids that the template writes; those of no call stay last, as they are."""
+    """Sorts results in the order of their calls, and gives them the calls' new ids. Results without a call come last, unchanged."""
     places = {call_id: i for i, call_id in enumerate(names)}
     ordered = sorted(results, key=lambda result: places.get(str(result.get("tool_call_id")), len(places)))
     return [

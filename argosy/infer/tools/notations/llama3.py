@@ -1,9 +1,9 @@
-"""Calls as Llama 3 writes them.
+"""The notation of tool calls of Llama 3.
 
     {"name": "f", "parameters": {...}}; {"name": "g", "parameters": {...}}
 
-Nothing marks them, so a completion that begins with anything else is no call, nor is an object with neither `parameters` nor
-`arguments`. A grammar allows one call.
+Calls have no marks. So a completion that begins with other text has no calls, and an object without `parameters` or `arguments` is no
+call. A grammar allows one call.
 """
 
 import json

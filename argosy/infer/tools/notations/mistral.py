@@ -1,11 +1,11 @@
-"""Calls as Mistral's models write them (https://github.com/mistralai/mistral-common, tokens/tokenizers/instruct.py).
+"""The notation of tool calls of Mistral's models (https://github.com/mistralai/mistral-common, tokens/tokenizers/instruct.py).
 
     [TOOL_CALLS][{"name": "f", "arguments": {...}, "id": "x1y2z3x1y"}, ...]     tokenizers up to v7; the id may be missing
     [TOOL_CALLS]f[CALL_ID]x1y2z3x1y[ARGS]{...}[TOOL_CALLS]g...                  v11
     [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]g...                                    from v13 on
 
-All of them are read, after text, whichever the template writes; a grammar makes the template's. Templates refuse ids that are not of
-nine characters, so an id that another model's notation has made is replaced by nine digits of its hash, in the call and in its result.
+Calls follow text. All three forms are read, whichever the template writes; a grammar forces the template's form. Templates refuse ids
+that do not have nine characters. So ids made in another notation are replaced by nine digits of their hash, in calls and in results.
 """
 
 import hashlib
@@ -99,5 +99,5 @@ class MistralNotation(MarkedNotation):
 
 
 def mistral_call_id(id: str) -> str:
-    """An id that templates take: itself, or always the same one."""
+    """Converts an id to one that templates accept: the id itself, or nine digits of its hash."""
     return id if _ID.fullmatch(id) else hashlib.sha256(id.encode("utf-8", "surrogatepass")).hexdigest()[:9]

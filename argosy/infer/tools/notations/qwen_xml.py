@@ -1,4 +1,4 @@
-"""Calls as Qwen 3.5 and Qwen 3 Coder write them.
+"""The notation of tool calls of Qwen 3.5 and Qwen 3 Coder.
 
     <tool_call>
     <function=f>
@@ -8,9 +8,9 @@
     </function>
     </tool_call>
 
-Any number of them, after text. A value is a text as it is, and anything else as JSON; `True`, `False` and `None` are read too, which
-the template writes. Nothing tells the text `5` from the number but the schema of the tool: where that admits a text only, or says
-nothing, the value is a text. A grammar makes the arguments in the order of the schema, and none that it does not name.
+Any number of calls follows text. A text is written as it is, and any other value as JSON. `True`, `False` and `None`, which the
+template writes, are read too. Only the tool's schema distinguishes the text `5` from the number. If the schema admits only texts, or
+names no type, the value is a text. A grammar forces arguments to be in the order of the schema, and to be named in it.
 """
 
 import json
@@ -75,7 +75,7 @@ class QwenXmlNotation(HermesNotation):
         return [*rules, f"arguments_{place}: {' '.join(row) or json.dumps('')}"]
 
     def _value(self, name: str, key: str, schema: Any, root: Mapping[str, Any], rules: list[str]) -> str:
-        """The grammar of the text after the tag that opens an argument. Adds the rules that it needs."""
+        """The grammar of the text after the opening tag of an argument. Adds the rules that it refers to."""
         closing = json.dumps("\n</parameter>\n")
         schema = resolve_schema(schema, root)
         kinds = schema_types(schema, root)
@@ -98,7 +98,7 @@ class QwenXmlNotation(HermesNotation):
 
 
 def argument_value(text: str, kinds: set[str]) -> Any:
-    """The value that a text stands for, of these types; the text itself where it is none of them."""
+    """Parses a text as a value of one of these types. Returns the text itself if it is no such value."""
     try:
         value = _PYTHON[text] if text in _PYTHON else loads(text)
     except (ValueError, RecursionError):

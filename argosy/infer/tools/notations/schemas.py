@@ -1,4 +1,4 @@
-"""Questions about a JSON schema, for notations that are no JSON."""
+"""Functions that inspect JSON schemas, for notations whose values are not JSON."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -10,14 +10,14 @@ T = TypeVar("T", dict[str, Any], list[Any])
 KINDS: dict[Any, str] = {
     str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object", type(None): "null",
 }  # fmt: skip
-# A schema that says nothing.
+# A schema that admits any value.
 ANYTHING: Mapping[str, Any] = {}
-# References to references.
+# The longest chain of references that is followed.
 DEEPEST = 8
 
 
 def resolve_schema(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema, or the one that it refers to in the same document."""
+    """Returns a schema, or, if it is a `$ref`, the schema in `root` that it refers to."""
     for _ in range(DEEPEST):
         if not isinstance(schema, Mapping) or not str(schema.get("$ref", "")).startswith("#/"):
             break
@@ -29,7 +29,7 @@ def resolve_schema(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def schema_types(schema: Any, root: Mapping[str, Any]) -> set[str]:
-    """The types of values that a schema admits; a text where it does not say."""
+    """The types of values that a schema admits; only `string` if it names none."""
     types, pending, seen = set[str](), [schema], set[int]()
     while pending:
         node = resolve_schema(pending.pop(), root)
@@ -49,10 +49,10 @@ def _list(schema: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def sub_schema(schema: Mapping[str, Any], word: str, empty: T) -> T:
-    """The value of a word in a schema; `empty` without it.
+    """The value of the keyword `word` in a schema, or `empty` if the schema lacks it.
 
     Raises:
-        BadInput: it is of another type than `empty`.
+        BadInput: the value has another type than `empty`.
     """
     value = schema.get(word, empty)
     if not isinstance(value, type(empty)):

@@ -1,4 +1,4 @@
-"""Calls between marks, in a section between marks, after text: what the notations of DeepSeek and Kimi K2 share."""
+"""The base of the notations of DeepSeek and Kimi K2: text, then a section between marks, with each call between marks."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -8,8 +8,11 @@ from argosy.infer.tools.calls import CallScanner, MarkedNotation, ToolCall
 
 
 class SectionedNotation(MarkedNotation):
-    """section, single: the marks that open and close the section, and a call.
-    between: what stands between calls, in a grammar.
+    """A notation with calls in a section.
+
+    section: the marks that open and close the section.
+    single: the marks that open and close a call.
+    between: the separator of calls, as it is written in a grammar.
     """
 
     section: ClassVar[tuple[str, str]]
@@ -18,7 +21,7 @@ class SectionedNotation(MarkedNotation):
 
     @abstractmethod
     def call(self, scan: CallScanner) -> ToolCall:
-        """The call after its opening mark.
+        """Consumes and returns the call at this position, after its opening mark.
 
         Raises:
             ValueError: there is no call.
@@ -26,10 +29,11 @@ class SectionedNotation(MarkedNotation):
 
     @abstractmethod
     def opened(self, place: int, name: str) -> str:
-        """A call of this function in a grammar, without the marks around it."""
+        """A call of the function `name`, as it is written in a grammar, without the marks around it. Its arguments are the rule
+        `arguments_{place}`."""
 
     def parse(self, text: str) -> tuple[str, list[ToolCall]]:
-        # Some answers have no section around their calls.
+        # Some completions have calls without a section around them.
         calls: list[ToolCall] = []
         content, scan, openings = "", CallScanner(text), [self.mark(name) for name in self.openings]
         while not scan.at_end():
