@@ -1,1 +1,1 @@
-"""Clients of a server: chat, batches, benchmarks."""
+"""Clients of a server: chat, batch files, benchmarks."""

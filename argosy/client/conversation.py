@@ -56,7 +56,7 @@ class ChatReply:
 
 @dataclass
 class TokenTotals:
-    """Counts since the session began."""
+    """The sums of counts and times of all replies since the session began."""
 
     answers: int = 0
     prompt_tokens: int = 0

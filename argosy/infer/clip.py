@@ -103,8 +103,10 @@ class ImageTextEncoder:
         save_model(self.loaded, Path(folder), format, dtype)
 
     def check_predicts(self) -> None:
-        """Raises:
-        BadInput: always; it predicts no tokens.
+        """Raises an error, because CLIP predicts no tokens.
+
+        Raises:
+            BadInput: always.
         """
         hint = "argosy eval MODEL tasks=images clip=FOLDER scores drawn images; in Python, `embed` and `embed_images` return vectors"
         raise BadInput("this model is CLIP: it predicts no tokens and draws no images", hint=hint)

@@ -226,7 +226,7 @@ def embedding_steps(lm: "LM", pooling: str | None = None) -> EmbeddingSteps:
 
 
 def embeds(lm: "LM") -> bool:
-    """Whether a model embeds texts: an encoder, or a language model with the files of sentence-transformers."""
+    """Whether a model embeds texts. It does if it is an encoder, or a language model with the files of sentence-transformers."""
     listed = lm.companions is not None and (lm.companions / "modules.json").is_file()
     return lm.config.inputs == "tokens" and not lm.config.scored and (not lm.config.causal or listed)
 
@@ -250,7 +250,7 @@ def check_embeds(lm: "LM") -> None:
 
 
 def row_bucket(rows: int) -> int:
-    """The next number of rows that programs are compiled for: a power of two."""
+    """The number of rows that programs are compiled for: the smallest power of two that is at least `rows`."""
     return 1 << (rows - 1).bit_length()
 
 

@@ -396,7 +396,7 @@ class LM:
         """Undoes `merge(keep=True)`, bit for bit. Returns the names of the contractions.
 
         Raises:
-            BadInput: nothing was kept.
+            BadInput: no unmerged weights were kept.
         """
         if not self.merged:
             raise BadInput("no merged adapters were kept", hint="lm.merge(keep=True)")
@@ -414,7 +414,7 @@ class LM:
         save_model(self, Path(folder), format, dtype)
 
     def export(self, folder: str | Path, **how: Any) -> Any:
-        """Writes the model as a bundle, which runs without its source (`argosy export`). Returns its manifest.
+        """Writes the model as a bundle, which runs without the model's source code (`argosy export`). Returns the bundle's manifest.
 
         Args:
             how: signature, platforms, batch, length, max_tokens, mesh, store, sign, as in `export.model.export_model`.

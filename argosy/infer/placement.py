@@ -7,7 +7,7 @@ from argosy.models.parts.weight import Leaves
 
 
 def weights_mesh(weights: Leaves) -> Mesh | None:
-    """The mesh of devices that weights are split over; None if they are on one device."""
+    """The mesh of devices that weights are split over; None: they are on one device."""
     for a in weights.values():
         if isinstance(a, jax.Array) and isinstance(a.sharding, NamedSharding) and len(a.devices()) > 1:
             mesh = a.sharding.mesh

@@ -15,12 +15,12 @@ Parser = Literal["auto", "none", "qwen3", "deepseek_r1", "openai_gptoss"]
 
 
 class ReasoningParser(NamedTuple):
-    """How thoughts are split off a completion.
+    """How reasoning is split off a completion.
 
-    tags: whether they stand between `<think>` and `</think>`; "template": where the chat template has the closing one.
-    inside: a completion starts inside its thoughts even where neither it nor its prompt has `<think>`.
-    channels: whether they may be a channel of gpt-oss, which special tokens mark.
-    needed: what is missing in the tokenizer is an error.
+    tags: whether reasoning is between `<think>` and `</think>`; "template": only if the chat template has `</think>`.
+    inside: whether a completion starts inside its reasoning even if neither it nor its prompt has `<think>`.
+    channels: whether reasoning may be a channel of gpt-oss, which special tokens mark.
+    needed: whether it is an error if the tokenizer does not support the marks.
     """
 
     tags: bool | Literal["template"] = False

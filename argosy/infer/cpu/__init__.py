@@ -1,1 +1,1 @@
-"""Parts that only CPUs need: packed weights, and views of stacked layers."""
+"""Code for CPUs only: packed weights, and views of stacked layers."""

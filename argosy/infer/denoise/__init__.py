@@ -1,1 +1,2 @@
-"""Images from noise: samplers as tables (`plan`, `samplers`), guidance, and diffusers' names of them (`hub`)."""
+"""Draws images from noise: samplers as tables of coefficients (`plan`, `samplers`), guidance, and diffusers' settings of both
+(`hub`)."""

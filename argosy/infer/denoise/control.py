@@ -141,7 +141,7 @@ def check_patches(configs: Sequence[ControlNetSettings], size: tuple[int, int], 
 
 
 def net_suffix(i: int, count: int) -> str:
-    """Which of several ControlNets an error is of, as its end; empty for a single one."""
+    """The end of an error message, which says which of several ControlNets it is about; empty for a single one."""
     return "" if count == 1 else f" of ControlNet {i + 1} of {count}"
 
 

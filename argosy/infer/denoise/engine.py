@@ -82,7 +82,7 @@ class ImageRequest:
 
 
 class QueueOverflow(Exception):
-    """Too many images wait."""
+    """Raised if too many images wait."""
 
 
 class EngineClosed(ArgosyError):

@@ -74,8 +74,8 @@ class Shift(Settings):
 
 
 def empirical_mu(positions: int, steps: int) -> float:
-    """mu of Flux.2. For 10 and for 200 steps it is a line in the positions; for other numbers of steps it is linear in the steps
-    through these two. Above 4,300 positions it is always the line of 200 steps."""
+    """The shift mu of Flux.2. For 10 and for 200 steps it is linear in the number of positions (tokens of the image). For other numbers
+    of steps it is interpolated linearly in the steps. Above 4,300 positions it is always that of 200 steps."""
     of_200, of_10 = 0.00016927 * positions + 0.45666666, 8.73809524e-05 * positions + 1.89833333
     return of_200 if positions > 4300 else of_200 + (of_200 - of_10) / 190 * (steps - 200)
 

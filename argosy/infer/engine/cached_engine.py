@@ -74,13 +74,14 @@ class EngineParts(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """The longest sequence in tokens, prompt and completion."""
+        """The most tokens of a sequence, prompt and completion."""
         context = self.module.config.context
         return min(self.settings.context or context, context)
 
 
 class EngineCache:
-    """Caches the objects built from a module in its current state, and the loaded adapters, which outlive that state."""
+    """Keeps the engine and the forward passes built from a module in its current structure. Loaded adapters are kept when the structure
+    changes."""
 
     def __init__(self) -> None:
         self._identities: list[Any] = []

@@ -178,7 +178,7 @@ class Engine:
 
     @property
     def has_requests(self) -> bool:
-        """Whether a request waits or runs. Without any, a step may still be in flight, for requests that were ended meanwhile."""
+        """Whether a request waits or runs. Even if none does, a step may be in flight, for requests that were ended meanwhile."""
         return bool(self._requests)
 
     # ---------------------------------------------------------------- a step
@@ -203,7 +203,7 @@ class Engine:
         return events
 
     def _steps(self) -> int:
-        """Decode steps per dispatch: one if the host must see each token of a running request."""
+        """The number of decode steps per dispatch; 1 if the host must see each token of a running request."""
         if self.settings.steps > 1 and any(request.stepwise for request in self.scheduler.running):
             return 1
         return self.settings.steps
@@ -314,7 +314,7 @@ class Engine:
         return self.runner.model
 
     def weights(self) -> Leaves:
-        """The current weights."""
+        """The current weights, by parameter name."""
         return self.runner.weights()
 
     def swap_weights(self, weights: Mapping[str, Any]) -> None:

@@ -91,7 +91,7 @@ class ScheduledRequest:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether it is prefilled, the first time or after a preemption, and does not decode yet."""
+        """Whether it is still being prefilled, for the first time or after a preemption, and does not decode yet."""
         return self.computed + self.recompute < self.length - 1 or (self.completion_length == 0 and not self.copied)
 
     @property

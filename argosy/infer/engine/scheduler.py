@@ -78,7 +78,7 @@ class StepPlan:
 
 
 def _rank(request: ScheduledRequest) -> tuple[int, int]:
-    """The order of service: the smallest first."""
+    """The sort key of the order of service. Requests with smaller keys come first."""
     return request.priority, request.order
 
 
@@ -135,7 +135,7 @@ class Scheduler:
 
     @property
     def used(self) -> float:
-        """The share of pages with an owner, from 0 to 1, in the pool with the fewest left."""
+        """The largest share of pages with an owner, from 0 to 1, among all pools."""
         return max(pages.used for pages in self._all_pages())
 
     @property

@@ -228,7 +228,7 @@ class SequenceScorer:
 
 
 def _power(n: int) -> int:
-    """The next power of two."""
+    """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 

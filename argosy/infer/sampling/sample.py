@@ -140,7 +140,7 @@ def _row_keys(words: Array, rows: Array) -> Any:
 
 
 def _data(words: Array, rows: Array) -> Array:
-    """The data of keys [rows 2]."""
+    """The data of the random keys of rows [rows 2]."""
     return jax.random.key_data(_row_keys(words, rows))
 
 

@@ -1,1 +1,1 @@
-"""Speculative decoding: drafts, and their verification."""
+"""Speculative decoding: drafters, and the verification of drafts."""

@@ -1,1 +1,1 @@
-"""Calls of tools, channels and grammars: what a completion may hold, and what it says."""
+"""Tool calls, channels and grammars: constrains completions to a structure, and parses the structure of completions."""

@@ -369,7 +369,7 @@ class CallScanner:
         return comes
 
     def match(self, pattern: "re.Pattern[str]") -> "re.Match[str]":
-        """The match at this position, which is consumed.
+        """Matches a pattern at this position, and consumes and returns the match.
 
         Raises:
             ValueError: the pattern does not match.

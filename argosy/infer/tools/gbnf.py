@@ -20,7 +20,7 @@ def unescape(text: str) -> str:
     """Rewrites the escapes of a GBNF grammar into those that llguidance reads.
 
     Raises:
-        BadInput: an unknown escape, or a number that is no character.
+        BadInput: an escape is unknown, or its code point is no character.
     """
     return _PART.sub(lambda part: _of_part(part[0]), text)
 

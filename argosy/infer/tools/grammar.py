@@ -52,7 +52,7 @@ STACK, STACK_FOR_EACH_BYTE = 64 << 20, 2048
 
 
 class TooManyGrammars(BadInput):
-    """Too many grammars are being compiled."""
+    """Raised if too many grammars are being compiled."""
 
 
 @dataclass(frozen=True)

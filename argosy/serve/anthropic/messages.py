@@ -42,7 +42,7 @@ class OutputConfig(BaseModel):
 
 
 class CountedMessages(SamplingFields):
-    """Fields of /v1/messages that make the prompt, and all that /v1/messages/count_tokens needs."""
+    """The fields of /v1/messages that determine the prompt. They are all fields of /v1/messages/count_tokens."""
 
     # `cache_control` has no effect on the answer.
     ignored: ClassVar = {"metadata", "cache_control"}

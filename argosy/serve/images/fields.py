@@ -1,4 +1,4 @@
-"""The fields of /v1/images/generations and /v1/images/edits: OpenAI's, and what diffusion adds under diffusers' names."""
+"""The fields of /v1/images/generations and /v1/images/edits: OpenAI's, and further ones for diffusion under diffusers' names."""
 
 import base64
 
@@ -15,13 +15,14 @@ from argosy.web.images import ImageGenerationFields
 class ImageFields(ImageGenerationFields):
     """A request for images.
 
-    partial_images: how many images on the way a stream sends.
-    num_inference_steps, strength: as diffusers names them.
-    step_cache: threshold of step caching, in place of the server's.
-    control_image: for a model with a ControlNet, the image that it follows: a file in base64, or as a `data:` URL. It is resized to
-        the size of the images. For several ControlNets it is a list, in their order.
-    control_scale, control_start, control_end, control_mode, guess_mode: as `ImagePipeline.images` takes them.
-    progress: adds an event after each evaluation to a stream.
+    stream: whether to stream events.
+    partial_images: number of previews that a stream sends.
+    num_inference_steps: number of sampling steps; None: the model's default.
+    step_cache: threshold of step caching; None: the server's.
+    control_image: for a model with a ControlNet, the image that it follows: a file in base64, or a `data:` URL. It is resized to the
+        size of the images. For several ControlNets it is a list, in the order of the ControlNets.
+    control_scale, control_start, control_end, control_mode, guess_mode: as in `ImagePipeline.images`.
+    progress: whether a stream also sends an event after each evaluation.
     """
 
     stream: bool = False
@@ -82,9 +83,9 @@ class ImageFields(ImageGenerationFields):
 
 
 class EditFields(ImageFields):
-    """A request for images that begin from one. Fields of a form are texts, and read as JSON's numbers and booleans.
+    """A request for images that begin from a given image. Fields of a form are texts; numbers and booleans in them are read as JSON.
 
-    strength: the share of the steps that the image goes through.
+    strength: the share of the steps that are run on the image.
     """
 
     strength: float = Field(1.0, gt=0, le=1)

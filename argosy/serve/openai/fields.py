@@ -1,5 +1,5 @@
-"""The fields of requests to a language model and to an encoder: OpenAI's, and those that vLLM adds. `web.fields` says how they are
-checked."""
+"""The fields of requests to a language model and to an encoder: those of OpenAI's API, and those that vLLM adds. `web.fields` describes
+how they are checked."""
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -10,7 +10,7 @@ from argosy.serve.response.reasoning import Effort
 from argosy.web.errors import ApiError
 from argosy.web.fields import Fields, VectorFields, as_list
 
-# Names that `chat_template_kwargs` cannot set: they are fields themselves, or parameters of `LM.chat_prompt` and `chat.render`.
+# Names that `chat_template_kwargs` cannot set, because they are fields themselves, or parameters of `LM.chat_prompt` and `chat.render`.
 OF_RENDERING = {
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "add_special_tokens", "chat_template",
     "tokenize", "template", "special", "now", "self",
@@ -27,8 +27,8 @@ class StreamOptions(BaseModel):
 
 
 class RepetitionDetection(BaseModel):
-    """As in vLLM: ends an answer whose last tokens are `min_count` times the same pattern of `min_pattern_size` to `max_pattern_size`
-    tokens. Sizes of 0 switch it off."""
+    """Ends a completion that ends with the same pattern `min_count` times in a row, as in vLLM. A pattern has `min_pattern_size` to
+    `max_pattern_size` tokens. A `max_pattern_size` of 0 switches the detection off."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -52,9 +52,9 @@ class RepetitionDetection(BaseModel):
 
 
 class SamplingFields(Fields):
-    """Fields of every route that generates text. None: the default of the model, or of the server.
+    """Fields of every route that generates text. None: the default of the model or of the server.
 
-    Sampler fields have the API's names; `sampling.OURS` maps them to ours.
+    Fields for sampling have the API's names. `sampling.OURS` maps them to those of `Sampling` where they differ.
     """
 
     model: str | None = None
@@ -197,7 +197,7 @@ class ChatFields(GenerationFields, RenderFields):
 
 
 class TokenizeFields(RenderFields):
-    """A body of /tokenize: a text, or messages."""
+    """A body of /tokenize, with either a text or messages."""
 
     model: str | None = None
     prompt: str | None = None
@@ -224,7 +224,8 @@ class DetokenizeFields(Fields):
 class EmbeddingFields(VectorFields):
     """A body of /v1/embeddings.
 
-    prompt_name: the prompt of the model's folder that is put before each text, as in text-embeddings-inference; None: its default.
+    prompt_name: the name of a prompt in the model's folder, which is put before each text, as in text-embeddings-inference; None: the
+        default prompt.
     """
 
     # `embeddings` checks its four forms.

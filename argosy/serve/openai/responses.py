@@ -39,7 +39,11 @@ class TextOptions(BaseModel):
 
 
 class ReasoningOptions(BaseModel):
-    """summary: only `auto`, which permits none; the thoughts themselves are in the response."""
+    """Options for reasoning.
+
+    effort: how much the model reasons.
+    summary: accepted with the value `auto` only, and no summary is made. The response has the reasoning itself.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

@@ -1,1 +1,1 @@
-"""From the tokens of an engine to the text, thoughts and tool calls of a response."""
+"""Converts the tokens of an engine to the text, reasoning and tool calls of a response."""

@@ -62,11 +62,11 @@ def thought_start(parser: Parser, tokenizer: Any, prompt: Sequence[int], continu
 
 
 def thinking_variables(effort: Effort | None, template: str) -> dict[str, Any]:
-    """Template variables that set how much the model thinks: `enable_thinking`, which is true for every effort but none, and
-    `reasoning_effort`.
+    """The template variables that set how much the model reasons: `enable_thinking`, which is true for every effort except `none`, and
+    `reasoning_effort`. Only variables that the template reads are returned.
 
     Raises:
-        ApiError: the template reads neither, or cannot switch thinking off.
+        ApiError: the template reads neither variable, or cannot switch reasoning off.
     """
     if effort is None:
         return {}

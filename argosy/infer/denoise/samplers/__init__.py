@@ -1,7 +1,9 @@
-"""Sampling methods, a file a family: each makes a `SamplingPlan` of its settings and a number of steps.
+"""Sampling methods, one file for each family. A method makes a `SamplingPlan` from its settings and a number of steps.
 
     method(settings, steps, positions=None, strength=1.0) -> SamplingPlan
 
-positions: of the network for one image; shifts that depend on the size of the image read it. strength: the share of the steps that is
-taken, the last ones; below 1 an image is begun from (image to image). To add one: a file here, and its line in `settings.SAMPLERS`.
+positions: the number of tokens of one image in the network, for shifts that depend on the image size.
+strength: the share of the steps that are run, the last ones. Below 1, sampling begins from an image (image to image).
+
+A new method is a file here, and a line in `settings.SAMPLERS`.
 """

@@ -1,12 +1,12 @@
-"""DDIM and DDPM, at whole timesteps of a model trained with betas.
+"""DDIM and DDPM, at whole timesteps of a model trained with a beta schedule.
 
     e = (x - alpha D) / sigma                                  D: the predicted image
     ddim    x' = alpha' D + sqrt(sigma'^2 - s^2) e + s z       s = eta sigma'/sigma sqrt(1 - (alpha/alpha')^2)
     ddpm    x' = alpha' beta / sigma^2 D + (alpha/alpha') sigma'^2 / sigma^2 x + s z        beta = 1 - (alpha/alpha')^2
             s^2 = beta sigma'^2 / sigma^2 (variance = small), or beta (large)
 
-Song et al. 2020 (arXiv:2010.02502); Ho et al. 2020 (arXiv:2006.11239). With `clip`, D is clipped and e is not, as in diffusers. DDIM
-goes back 1000 // steps timesteps from each; DDPM to the next one of its list.
+Song et al. 2020 (arXiv:2010.02502); Ho et al. 2020 (arXiv:2006.11239). As in diffusers, `clip` clips D but not e. A step of DDIM goes
+back by 1000 // steps timesteps, a step of DDPM to the next timestep of its list.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ from argosy.models.diffusion.noise import STEPS
 
 
 def ddim(settings: SamplerSettings, steps: int, positions: int | None = None, strength: float = 1.0) -> SamplingPlan:
-    """DDIM; with eta = 1 the noise of DDPM."""
+    """Makes the plan of DDIM. With eta = 1 it adds as much fresh noise as DDPM."""
     at = trained_points(settings, np.round(timestep_grid(settings, steps)), end_level(settings), strength)
     rows = []
     for i in range(len(at)):
@@ -32,7 +32,7 @@ def ddim(settings: SamplerSettings, steps: int, positions: int | None = None, st
 
 
 def ddpm(settings: SamplerSettings, steps: int, positions: int | None = None, strength: float = 1.0) -> SamplingPlan:
-    """DDPM's posterior."""
+    """Makes the plan of DDPM, which samples from the posterior of each step."""
     at = trained_points(settings, np.round(timestep_grid(settings, steps)), np.array([1.0, 0.0]), strength)
     rows = []
     for i in range(len(at)):
@@ -47,7 +47,7 @@ def ddpm(settings: SamplerSettings, steps: int, positions: int | None = None, st
 
 
 def _back(settings: SamplerSettings, at: Points, i: int, by: int) -> tuple[float, float]:
-    """alpha and sigma `by` timesteps before that of point i."""
+    """alpha and sigma at the timestep that is `by` below that of point i."""
     to = at.timesteps[i] - by
     if to < 0:
         return at.level(len(at))

@@ -1,4 +1,4 @@
-"""DPM-Solver++ of second order over several steps, as an ODE or an SDE.
+"""DPM-Solver++, the second-order multistep method, as an ODE or an SDE.
 
     h = lambda' - lambda,  r = (lambda - lambda_before) / h,  E = D + (D - D_before) / (2 r)
     ODE    x' = sigma'/sigma x - alpha' (exp(-h) - 1) E
@@ -23,12 +23,12 @@ from argosy.infer.denoise.timesteps import (
 )
 from argosy.models.diffusion.noise import STEPS
 
-# With fewer steps, the last ones are taken at a lower order.
+# With fewer steps than this, the last step has first order (`lower_order_final`).
 FEW = 15
 
 
 def dpmpp_2m(settings: SamplerSettings, steps: int, positions: int | None = None, strength: float = 1.0) -> SamplingPlan:
-    """DPM-Solver++(2M)."""
+    """Makes the plan of DPM-Solver++(2M)."""
     at = _points(settings, steps, positions, strength)
     log_ratio, rows = at.log_ratio, []
     for i in range(len(at)):
@@ -52,7 +52,7 @@ def dpmpp_2m(settings: SamplerSettings, steps: int, positions: int | None = None
 
 
 def _points(settings: SamplerSettings, steps: int, positions: int | None, strength: float) -> Points:
-    """diffusers begins flow models at 1 - 1/1000 here, and tells them whole timesteps."""
+    """The points of the solver. As in diffusers, flow models begin at 1 - 1/1000 and get whole timesteps."""
     if is_edm(settings):
         return edm_points(settings, steps, strength)
     if is_flow(settings):
@@ -61,5 +61,5 @@ def _points(settings: SamplerSettings, steps: int, positions: int | None, streng
 
 
 def with_whole_timesteps(at: Points) -> Points:
-    """The same levels, with timesteps cut to whole ones."""
+    """Rounds the timesteps down to whole numbers. Noise levels are not changed."""
     return Points(np.floor(at.timesteps), at.alpha, at.sigma, at.total)

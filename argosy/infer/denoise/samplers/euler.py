@@ -1,19 +1,19 @@
-"""Euler's and Heun's methods, and Euler with fresh noise.
+"""Euler's and Heun's methods, and Euler's method with fresh noise.
 
-With y = x / c, an image falls along
+With y = x / c, sampling solves the ODE
 
     dy/du = (y - D) / u        D: the predicted image
 
-flow     c = 1,      u = sigma: the straight lines of the flow
+flow     c = 1,      u = sigma
 betas    c = alpha,  u = sigma/alpha: Karras et al. 2022 (arXiv:2206.00364)
-edm      the same; heun is algorithm 1 of that paper
+edm      as betas; heun is algorithm 1 of that paper
 
-euler             one evaluation a step. With betas this is ddim with eta = 0 at other timesteps
-heun              and one at its end; the mean of both slopes. The last step is Euler's
-euler_ancestral   goes lower, to u_down, then spreads noise up to the level (k-diffusion). With flow, x is first scaled, so that the
-                  image keeps its share (`sample_euler_ancestral_RF` of ComfyUI)
+euler             has one evaluation for each step. With betas it equals ddim with eta = 0 at other timesteps.
+heun              has a second evaluation at the end of each step, and takes the mean of both slopes. The last step is Euler's.
+euler_ancestral   goes to a lower level u_down, then adds fresh noise up to the level of the step (k-diffusion). For flows, x is first
+                  scaled, so that the image keeps its coefficient (`sample_euler_ancestral_RF` of ComfyUI).
 
-diffusers keeps y of models with betas where this keeps x.
+For models with betas, the state here is x, where that of diffusers is y.
 """
 
 import numpy as np
@@ -24,7 +24,7 @@ from argosy.infer.denoise.timesteps import Points, any_points, edm_scales, is_ed
 
 
 def euler(settings: SamplerSettings, steps: int, positions: int | None = None, strength: float = 1.0) -> SamplingPlan:
-    """Euler's method."""
+    """Makes the plan of Euler's method."""
     at = any_points(settings, steps, positions, strength)
     c, u = _coordinates(settings, at)
     rows = []
@@ -33,14 +33,14 @@ def euler(settings: SamplerSettings, steps: int, positions: int | None = None, s
         share = u[i + 1] / u[i]
         move, spread = {X: c[i + 1] / c[i] * share, NEW: c[i + 1] * (1 - share)}, 0.0
         if settings.stochastic:
-            # The predicted image, with fresh noise on it.
+            # The next sample is the predicted image with fresh noise.
             move, spread = {NEW: alpha}, sigma
         rows.append(SamplerStep(at.timesteps[i], (alpha, sigma), settings.to_sample(*at.level(i)), move, spread=spread))
     return plan_of(rows, at.level(0), _scales(settings, at))
 
 
 def heun(settings: SamplerSettings, steps: int, positions: int | None = None, strength: float = 1.0) -> SamplingPlan:
-    """Heun's method: twice the evaluations but for the last step."""
+    """Makes the plan of Heun's method, with two evaluations for each step except the last."""
     at = any_points(settings, steps, positions, strength)
     c, u = _coordinates(settings, at)
     rows = []
@@ -61,7 +61,7 @@ def heun(settings: SamplerSettings, steps: int, positions: int | None = None, st
 def euler_ancestral(
     settings: SamplerSettings, steps: int, positions: int | None = None, strength: float = 1.0
 ) -> SamplingPlan:
-    """Euler's method with fresh noise."""
+    """Makes the plan of Euler's method with fresh noise."""
     at = any_points(settings, steps, positions, strength)
     c, u = _coordinates(settings, at)
     rows = []
@@ -89,7 +89,8 @@ def _coordinates(settings: SamplerSettings, at: Points) -> tuple[np.ndarray, np.
 
 
 def _scales(settings: SamplerSettings, at: Points) -> tuple[float, float]:
-    """What the first noise and the result are multiplied by. diffusers begins with y = u e, or with x = e where spacing=leading."""
+    """The factors on the initial noise and on the result. As in diffusers, sampling with betas begins with y = u e, or with x = e if
+    spacing=leading."""
     if is_edm(settings):
         return edm_scales(settings, at)
     if is_flow(settings):

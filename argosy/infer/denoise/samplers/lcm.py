@@ -1,9 +1,9 @@
-"""Latent consistency models: each step predicts the image, and puts fresh noise of the next level on it.
+"""Latent consistency models: each step predicts the image, and mixes it with fresh noise at the next level.
 
     D~ = skip x + out D        skip = 1/4 / (r^2 + 1/4), out = r / sqrt(r^2 + 1/4), r = timestep_scaling t
     x' = alpha' D~ + sigma' z, at the end D~
 
-Luo et al. 2023 (arXiv:2310.04378). The timesteps are spread over those of the distillation, of which there are `original_steps`.
+Luo et al. 2023 (arXiv:2310.04378). The timesteps are spaced over the `original_steps` timesteps of the distillation.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ DATA = 0.5
 
 
 def lcm(settings: SamplerSettings, steps: int, positions: int | None = None, strength: float = 1.0) -> SamplingPlan:
-    """The steps of a latent consistency model.
+    """Makes the plan of a latent consistency model.
 
     Raises:
         BadInput: there are more steps than the distillation had.

@@ -1,11 +1,11 @@
-"""UniPC: a predictor, and a corrector that uses the prediction at its end for the next step. Orders 1 to 3; B = exp(-h) - 1.
+"""UniPC: a predictor of the next sample, and a corrector that improves it with the network's prediction there. Orders 1 to 3.
 
     corrector   x_i   = sigma/sigma_b x_b - alpha B (D_b + sum rho_k (D_k - D_b) / r_k + rho (D_i - D_b))
     predictor   x_i+1 = sigma'/sigma x_i - alpha' B (D_i + sum rho_k (D_k - D_i) / r_k)
 
-x_b and D_b are those of the step before, D_k those of steps before it, r_k their distance in lambda by h. The weights rho solve
-sum rho_k r_k^(n-1) = n! phi_(n+1)(-h) h / B for n = 1..order. Zhao et al. 2023 (arXiv:2302.04867), bh2. The last steps are taken at the
-order of what is left. Wan's sampler.
+Here B = exp(-h) - 1. x_b and D_b are the sample and the prediction of the step before, and D_k the predictions of steps before that
+one, with distance r_k h in lambda. The weights rho solve sum rho_k r_k^(n-1) = n! phi_(n+1)(-h) h / B for n = 1..order. Zhao et al.
+2023 (arXiv:2302.04867), variant bh2. The order of the last steps is at most the number of steps that are left. This is Wan's sampler.
 """
 
 from math import factorial
@@ -18,12 +18,12 @@ from argosy.infer.denoise.settings import SamplerSettings
 from argosy.infer.denoise.timesteps import Points, beta_points, flow_points, is_flow, timestep_grid
 from argosy.models.diffusion.noise import STEPS
 
-# diffusers keeps the first level of flow models below 1 by this.
+# As in diffusers, the first noise level of flow models is below 1 by at least this.
 BELOW = 1e-6
 
 
 def unipc(settings: SamplerSettings, steps: int, positions: int | None = None, strength: float = 1.0) -> SamplingPlan:
-    """UniPC."""
+    """Makes the plan of UniPC."""
     at = _points(settings, steps, positions, strength)
     log_ratio, rows = at.log_ratio, []
     before = 1
@@ -33,7 +33,7 @@ def unipc(settings: SamplerSettings, steps: int, positions: int | None = None, s
             order = min(order, len(at) - i)
         if not np.isfinite(log_ratio[i + 1]):
             order = 1
-        # The sample of this step by what is seen: x itself, or corrected from the one before.
+        # The weights of this step's sample: x itself at the first step, later the corrected sample.
         keep = {X: 1.0} if i == 0 else _corrected(at, log_ratio, i, before)
         move = _combined(keep, _predicted(at, log_ratio, i, order))
         read = settings.to_sample(*at.level(i))
@@ -43,10 +43,10 @@ def unipc(settings: SamplerSettings, steps: int, positions: int | None = None, s
 
 
 def _predicted(at: Points, log_ratio: np.ndarray, i: int, order: int) -> tuple[float, dict[int, float]]:
-    """Weights of the sample of step i, and of predictions by place, for the sample after it."""
+    """The predictor: the weight of the sample of step i in the next sample, and those of predictions, by index in the plan's list."""
     h = log_ratio[i + 1] - log_ratio[i]
     ratios = [(log_ratio[i - k] - log_ratio[i]) / h for k in range(1, order)]
-    # With two, the weight is taken as 1/2, its limit for small steps.
+    # At order 2 the weight is 1/2, its limit for small steps.
     rho = np.array([0.5]) if order == 2 else _weights(ratios, h)
     grown = -at.alpha[i + 1] * np.expm1(-h)
     weights = {NEW: grown * (1 - sum(p / r for p, r in zip(rho, ratios, strict=True)))}
@@ -55,7 +55,7 @@ def _predicted(at: Points, log_ratio: np.ndarray, i: int, order: int) -> tuple[f
 
 
 def _corrected(at: Points, log_ratio: np.ndarray, i: int, order: int) -> dict[int, float]:
-    """Weights by place of the corrected sample of step i."""
+    """The corrector: the weights of the corrected sample of step i, by index in the plan's list."""
     h = log_ratio[i] - log_ratio[i - 1]
     ratios = [(log_ratio[i - 1 - k] - log_ratio[i - 1]) / h for k in range(1, order)]
     rho = np.array([0.5]) if order == 1 else _weights([*ratios, 1.0], h)
@@ -66,7 +66,7 @@ def _corrected(at: Points, log_ratio: np.ndarray, i: int, order: int) -> dict[in
 
 
 def _weights(ratios: list[float], h: float) -> np.ndarray:
-    """rho of as many conditions as there are ratios."""
+    """The weights rho, which solve as many conditions as there are ratios."""
     n = len(ratios)
     if not n:
         return np.zeros(0)
@@ -79,7 +79,7 @@ def _weights(ratios: list[float], h: float) -> np.ndarray:
 
 
 def _combined(keep: dict[int, float], step: tuple[float, dict[int, float]]) -> dict[int, float]:
-    """The step written by what is seen, in place of the sample that was kept."""
+    """Substitutes the weights of the kept sample into those of a step. Returns the weights by index in the plan's list."""
     of_sample, weights = step
     places = {*keep, *weights}
     return {place: of_sample * keep.get(place, 0.0) + weights.get(place, 0.0) for place in sorted(places)}
