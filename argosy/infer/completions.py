@@ -122,7 +122,7 @@ class CompletionStream:
         except GeneratorExit:
             raise
         except BaseException:
-            # Nobody knows what the engine holds after half a step, which Ctrl-C may leave too.
+            # The engine's state is undefined after an interrupted step, such as by Ctrl-C.
             self.lm.forget()
             raise
         finally:

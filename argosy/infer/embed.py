@@ -70,7 +70,7 @@ def embed(
         raise BadInput("a prompt before token ids, which are used as they are", hint="strings, or ids that begin with the prompt's")
     rows = encoder.ids(texts, encoder.context, prompt=encoder.steps.prompt_named(prompt_name) if prompt is None else prompt)
     out = np.zeros((len(rows), lm.config.embedding_width), np.float32)
-    # The longest first: if one does not fit in memory, that fails at once.
+    # The longest texts come first, so that a text that does not fit into memory fails at once.
     order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
     for at in range(0, len(order), batch):
         places = order[at : at + batch]

@@ -171,7 +171,7 @@ class PromptScorer:
 
     def _one_more_pass(self, ids: Sequence[int], length: int, adapter: LoadedAdapter | None) -> PromptScores | None:
         if self._long is None or self._long.ids is not ids:
-            self._long = None  # its cache is free before the next one is allocated
+            self._long = None  # frees its cache before the next one is allocated
             self._long = _Long(ids, self._empty(length))
         long, sequences = self._long, self.sequences
         at = PASS * len(long.scores)

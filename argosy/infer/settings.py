@@ -77,7 +77,7 @@ class LoraSettings(Settings):
         return self
 
 
-# vLLM's name stands for the form with more bits of precision, as it does there.
+# As in vLLM, `fp8` stands for the type with more bits of mantissa.
 CacheType = Annotated[
     Literal["int8", "fp8", "fp8_e4m3", "fp8_e5m2"], AfterValidator(lambda name: "fp8_e4m3" if name == "fp8" else name)
 ]

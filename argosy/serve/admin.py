@@ -238,7 +238,7 @@ class Admin:
             target = (self.root / path).resolve(strict=True)
         except (OSError, ValueError, RuntimeError):
             target = None
-        # The same answer for both, so that nobody learns which files exist elsewhere.
+        # The error is the same in both cases, so that it does not reveal which files exist elsewhere.
         if target is None or not target.is_relative_to(self.root):
             raise ApiError(f"`{param}`: nothing of this name below the allowed folder", status=404, param=param)
         for folder, folders, files in os.walk(target):

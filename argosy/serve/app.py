@@ -61,7 +61,7 @@ class App:
         self._foreign = ThreadPoolExecutor(1, "prepare with a template")
         # Grammars have their own threads, so that a schema that takes seconds to compile delays no request without one.
         self._compiling = ThreadPoolExecutor(2 * COMPILING, "compile")
-        # One, because XLA compiles with several threads of its own.
+        # One thread, because XLA compiles with several threads itself.
         self._compiling_prompts = ThreadPoolExecutor(1, "compile prompts")
         post, get = ["POST"], ["GET"]
         routes = [
@@ -84,7 +84,7 @@ class App:
         apart: dict[str, str] = {}
         if admin is not None:
             assert admin.settings.key
-            # Before `/v1/models/{name}`, which takes any path.
+            # Admin routes come before `/v1/models/{name}`, which matches any path.
             routes = [*admin.routes(), *routes]
             apart = {route.path: admin.settings.key for route in admin.routes()}
         self.asgi = guarded_app(routes, key=key, local=local, headers=service.limits.headers, public=public, apart=apart)

@@ -315,5 +315,5 @@ class Service(ServedModel[Front | ReplicaFront]):
             raise grammar_error(error, request.param) from None
 
 
-# Characters of the longest tokens of published vocabularies: 128 spaces, and some margin.
+# The most characters of a token. The longest tokens of published vocabularies have 128 spaces.
 LONGEST_TOKEN = 512

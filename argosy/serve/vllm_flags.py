@@ -53,7 +53,7 @@ SWITCHES = {
     "--async-scheduling": [],
 }
 
-# Flags with a value of a list.
+# Flags whose value is one of a few words, each with the settings that it stands for.
 CHOICES = {
     "--kv-cache-dtype": {
         "auto": [],
@@ -64,7 +64,7 @@ CHOICES = {
     },
 }
 
-# Flags with a JSON object.
+# Flags whose value is a JSON object.
 OBJECTS = {
     "--speculative-config": (
         "engine.speculative",
@@ -84,7 +84,7 @@ _TOOLS = "leave it out: calls are read in the notation of the model's chat templ
 _IMAGES = "leave it out: models that take images are not built yet"
 _UVICORN = "leave it out: only `log_requests=true` prints requests"
 
-# Flags whose meaning there is nothing of here, and what to do.
+# Flags without a setting here, each with advice.
 ANSWERS = {
     "--model": "the model is the first word",
     "--tokenizer": "leave it out: the tokenizer is the one in the model's folder or file",

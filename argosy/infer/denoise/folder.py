@@ -52,9 +52,9 @@ CONTROLNET = "controlnet"
 ONE, SEVERAL = "ControlNetModel", "MultiControlNetModel"
 # Number of T5 tokens that Stable Diffusion 3 reads.
 SD3_TOKENS = 256
-# Layers whose outputs Flux.2 reads: klein of Qwen 3, dev of Mistral Small 3.
+# Layers of the text encoder whose outputs Flux.2 reads: of Qwen 3 for klein, of Mistral Small 3 for dev.
 FLUX2_LAYERS, FLUX2_DEV_LAYERS = (9, 18, 27), (10, 20, 30)
-# The message before every prompt of Flux.2 dev, in the words with which it was trained (black-forest-labs/flux2, system_messages.py).
+# The system message before every prompt of Flux.2 dev, as in its training (black-forest-labs/flux2, system_messages.py).
 FLUX2_SYSTEM = (
     "You are an AI that reasons about image descriptions. You give structured responses focusing on object relationships, object\n"
     "attribution and actions without speculation."

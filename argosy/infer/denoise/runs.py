@@ -34,7 +34,7 @@ def sampler_for(model: Any, objective: Any) -> SamplerSettings:
     """
     noise = objective.noise_of(model.prediction)
     if "interval" in model.conditions:
-        # Every step counts: with spacing=linspace the last one would be of 1/1000.
+        # Such models draw in few steps. With spacing=linspace the last step would have a length of only 1/1000.
         return SamplerSettings(name="euler", noise=noise, prediction="velocity", spacing="trailing")
     if isinstance(noise, EDMNoise):
         return SamplerSettings(name="heun", noise=noise, prediction=model.prediction, levels="karras")

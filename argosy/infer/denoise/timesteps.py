@@ -49,7 +49,7 @@ def _from(points: Points, strength: float, is_flow: bool) -> Points:
     if not 0 < strength <= 1:
         raise BadInput(f"strength = {strength}: above 0, up to 1")
     steps = len(points)
-    # Pipelines of flow models round the other way.
+    # diffusers' pipelines of flow models round down here, and the others round up.
     first = int(steps - steps * strength) if is_flow else steps - int(steps * strength)
     if first >= steps:
         raise BadInput(f"strength = {strength} of {steps} steps leaves none", hint="more steps, or a larger strength")
@@ -133,7 +133,7 @@ def beta_points(
         ratio = spread_levels(settings, noise.ratios[::-1] if all_levels else ratio, len(timesteps))
         timesteps = np.interp(np.log(ratio), np.log(noise.ratios), places)
         if whole and settings.levels == "exponential":
-            # Float errors leave the first one just below 999 there.
+            # Because of rounding errors, the first timestep is slightly below 999 in diffusers, and so it becomes 998.
             timesteps = np.maximum(np.floor(timesteps - 1e-6), 0)
         elif whole and noise.curve != "squaredcos_cap_v2":
             timesteps = np.round(timesteps)

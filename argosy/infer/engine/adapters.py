@@ -129,7 +129,7 @@ def put_banks(model: Any, settings: LoraSettings) -> dict[str, Contraction]:
     banks: dict[str, Contraction] = {}
     for name, of in find(model, settings.where).items():
         if bank_refusal(name, of, model.config.tied) is None:
-            # The layers of a block see the same tokens, and share the variable: it is one array of each layer's program.
+            # All contractions of a layer share one variable with the tokens' places, so each layer's program has one such array.
             owner = ".".join(name.split(".")[:2])
             stacked = of.shape[: of.stacked]
             ids = kinds.setdefault(owner, AdapterIds(jax.ShapeDtypeStruct((*stacked, 1, 1), jnp.int32), meaning=Meaning("BT")))
@@ -206,7 +206,7 @@ class Adapters:
         bank.chosen = {address: v.shape[:-2] for address, v in model_variables.items() if isinstance(v, AdapterIds)}
         bank.base = {a: a for a in model_variables.keys() - bank.factors.keys() - bank.chosen.keys()}
         for address in bank.base:
-            # A model with adapters of its own has `of` below `of`.
+            # In a model that has adapters already, the name contains `.of.` twice.
             name, inside, rest = address.partition(".of.")
             if inside and name in banks:
                 bank.base[address] = f"{name}.{rest}"

@@ -161,7 +161,7 @@ class EngineCache:
         room = self._room.grown(lengths, parts.longest, settings)
         fits = max(lengths) <= self._room.context
         if self._engine is None or (room != self._room and not (fits and self._engine.has_requests)):
-            self._engine = None  # its cache is free before the next one is allocated
+            self._engine = None  # frees its cache before the next one is allocated
             pages = settings.pages or min(room.pages, _pages_for(parts, room))
             engine_settings = settings.model_copy(update={"slots": room.slots, "pages": pages, "context": room.context})
             shared = self.adapted(parts)[1].for_engine(room.slots) if settings.lora.enabled else None

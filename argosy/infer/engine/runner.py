@@ -390,7 +390,7 @@ class Runner:
         """
         before, seconds, start = self.stats.compilations, self.stats.compile_seconds, time.monotonic()
         self.prepare_programs(store, copies=copies)
-        # JAX compiles programs of its own on their first use: random keys, copies to the host.
+        # JAX compiles its internal programs, for random keys and copies to the host, at their first use.
         for a in self.compute(next(iter(self.batches.all_batches())))[:3]:
             np.asarray(a)
         if self.adapters is not None:

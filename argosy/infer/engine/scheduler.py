@@ -193,7 +193,7 @@ class Scheduler:
         for tail, page in self._ending.items():
             self.pages.publish_tail(page, tail)
         room = [] if max_drafts is None else [self._draft_room(request, max_drafts(request)) for request in decodes]
-        # A request that begins now takes one step: `Engine._steps` has asked the running ones alone whether several are allowed.
+        # A request that begins now takes one step, because `Engine._steps` checked only the running requests for several steps.
         counts = [] if chunks or steps == 1 else [1 if s in more else self._count(s, steps) for s in decodes]
         for request, count in zip(decodes, counts or [1] * len(decodes), strict=True):
             request.computed = request.length + count - 1
@@ -245,7 +245,7 @@ class Scheduler:
             self._slide(pool, window_pages, request, at)
             end = number
             if request.is_prefilling:
-                # It keeps as many pages as it was admitted with, so that no other request can take those that its next chunk needs.
+                # The request keeps as many pages as it was admitted with, so that no other request takes the pages of its next chunk.
                 end = max(end, min(window_pages.first + pool.most, -(-len(request.tokens) // self.page)))
             owns.append((pool.pages, window_pages.pages, end - window_pages.end))
         if any(pages.free < lacking for pages, _, lacking in owns):

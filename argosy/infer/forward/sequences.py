@@ -104,7 +104,7 @@ class SequenceScorer:
         else:
             views = local and stacked and not whole
         preparation = WeightPreparation(model, views=views)
-        # Scanned layers are one program anyway.
+        # Scanned layers are compiled as one program in any case.
         if local and (views or not stacked):
             self.forward: Forward = ByLayer(model, adapters, together=1, preparation=preparation)
         else:

@@ -202,7 +202,7 @@ def sample_rows(
     rows = jnp.arange(len(owners), dtype=jnp.int32)
     live, mine = owners >= 0, jnp.clip(owners, 0, count - 1)
     settings = {name: column[mine] for name, column in slots.settings.items()}
-    # The places that are used come first.
+    # Used entries come first, so the first one tells whether there is any.
     has_bias = slots.biased[mine, 0] < vocab
 
     has_mask, keys = slots.has_mask[mine], jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(slots.keys[mine]), slots.sampled[mine])

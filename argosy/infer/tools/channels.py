@@ -29,7 +29,7 @@ MARKS = {
     "<|return|>": END,
     "<|call|>": END,
 }
-# Headers are shorter. Text of this length without a mark is no header.
+# The most characters of a header. Longer text without a mark is no header.
 LONGEST_HEADER = 256
 _PARTS = re.compile(f"([{''.join(dict.fromkeys(MARKS.values()))}])")
 _RECIPIENT = re.compile(r"\bto=functions\.([A-Za-z0-9_.-]+)")
@@ -91,7 +91,7 @@ class ChannelParser:
             if part in (START, END):
                 self._close(pieces)
             elif self._header is None and part in (MESSAGE, CHANNEL, CONSTRAIN):
-                # A header without `<|start|>`.
+                # A header begins without `<|start|>`.
                 self._close(pieces)
                 self._header = part
             elif self._header is None:

@@ -172,7 +172,7 @@ def _lark(text: str) -> str:
 
     text = text if is_lark_syntax(text) else unescape(text)
     try:
-        # GBNF is translated by a recursive parser.
+        # RecursionError: the parser that translates GBNF is recursive.
         return any_to_lark(text)
     except (Exception, RecursionError) as error:
         raise BadInput(
@@ -262,7 +262,7 @@ def token_bytes(tokenizer: Tokenizer, vocab: int) -> list[bytes]:
     beyond the tokenizer's vocabulary."""
     silent = {*tokenizer.hidden, tokenizer.bos, tokenizer.eos, tokenizer.pad, tokenizer.unknown}
     pieces = [b"" if token in silent else tokenizer.piece(token, False) for token in range(vocab)]
-    # To llguidance, 0xff marks special tokens. No UTF-8 text has it.
+    # For llguidance, the byte 0xff marks special tokens. It does not occur in UTF-8 text.
     return [b"" if b"\xff" in piece else piece for piece in pieces]
 
 

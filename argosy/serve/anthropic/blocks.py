@@ -6,8 +6,8 @@ from typing import Any
 
 from argosy.web.errors import ApiError
 
-# Fields by block type. Caching, citations and signatures have no effect on the answer. Chat templates have no place for `is_error`:
-# the result itself says what failed.
+# The fields of each type of block. Caching, citations and signatures have no effect on the completion. `is_error` is ignored, because
+# chat templates cannot render it; the result itself says what failed.
 FIELDS = {
     "text": {"text", "cache_control", "citations"},
     "thinking": {"thinking", "signature"},

@@ -99,7 +99,7 @@ def stop_reason(job: GenerationJob) -> dict[str, Any]:
     `repetition` as `max_tokens`."""
     choice: CompletionChoice = job.choices[0]
     stop = choice.stop_reason if choice.stop_reason in job.fields.stop else None
-    # Of Anthropic's reasons, only `max_tokens` says that an answer was cut short.
+    # In Anthropic's API, only `max_tokens` says that a completion was cut short.
     cut = dict.fromkeys(("length", "repetition", "abort"), "max_tokens")
     reason = (cut | {"blocked": "refusal"}).get(choice.finish or "", "end_turn")
     if job.readers[0].calls and choice.finish == "stop":

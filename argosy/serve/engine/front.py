@@ -440,7 +440,7 @@ class Front(Computing[EventStreams, EngineMetrics]):
         mine = [(row, event) for event in events if event.finish_reason != "abort" and (row := self._rows.get(event.id))]
         for row, event in mine:
             if not row.admitted:
-                # It has begun and ended within this step.
+                # The row has begun and ended within this step.
                 row.admitted = True
                 admitted.append((row, event.reused))
             if event.finish_reason is not None:

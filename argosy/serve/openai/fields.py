@@ -94,7 +94,7 @@ class GenerationFields(SamplingFields):
 
     n: int = Field(1, ge=1)
     use_beam_search: bool = False
-    # Beyond these bounds the length alone decides.
+    # Beyond these bounds, only the length of completions would matter.
     length_penalty: float = Field(1.0, ge=-10, le=10)
     stream_options: StreamOptions | None = None
     stop: Stops = Field(default_factory=list)
@@ -128,7 +128,7 @@ class GenerationFields(SamplingFields):
 class CompletionFields(GenerationFields):
     """A body of /v1/completions."""
 
-    # `completions.several` checks its four forms.
+    # `completions.read_prompts` checks its four forms.
     prompt: Any
     echo: bool = False
     logprobs: int | None = Field(None, ge=0)
@@ -228,7 +228,7 @@ class EmbeddingFields(VectorFields):
         default prompt.
     """
 
-    # `embeddings` checks its four forms.
+    # `completions.read_prompts` checks its four forms.
     input: Any
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)

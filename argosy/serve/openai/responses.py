@@ -61,7 +61,7 @@ class Responses(SamplingFields):
         "stream_options": ({}, {"include_obfuscation": False}), "truncation": ("disabled",),
     }  # fmt: skip
 
-    # `items.messages_of` checks its forms.
+    # `responses_input.input_messages` checks its forms.
     input: Any
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)

@@ -65,7 +65,7 @@ def _format(response_format: Any) -> dict[str, Any] | None:
         raise ApiError("`response_format.json_schema.name` is missing", param="response_format")
     if not isinstance(inner.get("schema"), dict):
         raise ApiError("`response_format.json_schema.schema` is missing", param="response_format")
-    # A schema is matched exactly whether it is called strict or not.
+    # `strict` has no effect, because a schema is always matched exactly.
     if not isinstance(inner.get("strict"), bool | None):
         raise ApiError("`response_format.json_schema.strict` is true or false", param="response_format")
     return {"json": inner["schema"]}

@@ -21,7 +21,7 @@ from argosy.infer.tools.notations.sectioned import SectionedNotation
 OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 BLOCK = "```json"
-# In templates that take the arguments of a call for a text, as OpenAI's API has them, and others for an object.
+# This occurs in templates that expect the arguments of a call as a text, as in OpenAI's API. Others expect an object.
 JOINED = "['arguments'] +"
 _NAME, _BLOCK = re.compile(r"[\w.-]+"), re.compile(rf"([\w.-]+)\s*{BLOCK}\s*")
 

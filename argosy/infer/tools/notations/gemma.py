@@ -187,7 +187,7 @@ class _Rules:
         properties, required = sub_schema(schema, "properties", dict[str, Any]()), sub_schema(schema, "required", list[Any]())
         if "properties" not in schema and schema.get("additionalProperties") is not False:
             return '"{" (KEY ":" any ("," KEY ":" any)*)? "}"'
-        # As Jinja's `dictsort` sorts them.
+        # Keys are sorted as by Jinja's `dictsort`.
         keys = sorted(properties, key=str.lower)
         name, self.objects = f"{self.name}_object_{self.objects}", self.objects + 1
         needed, ways = [key in required for key in keys], list[str]()

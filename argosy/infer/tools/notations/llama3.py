@@ -40,5 +40,5 @@ class Llama3Notation(TextNotation):
             opening = f'{{"name": "{name}", "parameters": '
             rules.append(f'call_{i}: {json.dumps(opening)} arguments_{i} "}}"')
         calls = "calls: " + " | ".join(f"call_{i}" for i in range(len(names)))
-        # Text that begins as a call does is one.
+        # Text may not begin like a call, because it would be parsed as one.
         return [*rules, calls, "after_text: calls", r"TEXT: /\s*([^{\s](?s:.*))?/"]

@@ -28,7 +28,7 @@ _FUNCTION, _PARAMETER = re.compile(r"<function=([^>\n]+)>"), re.compile(r"<param
 # A value may contain the closing tag where nothing of a call follows it.
 _VALUE = re.compile(r"(.*?)\n?</parameter>\s*(?=<parameter=|</function>)", re.DOTALL)
 _PYTHON = {"True": True, "False": False, "None": None}
-# Words that a schema of arguments may have, and those of a text that a grammar can force.
+# Keywords that a schema of arguments may have, and those that a schema of a text may have so that a grammar can force it.
 OF_ARGUMENTS = {"type", "properties", "required", "additionalProperties", "description", "title", "$defs", "definitions", "$schema"}
 OF_TEXTS = {"type", "description", "title", "default", "examples", "enum", "const", "anyOf", "oneOf", "$ref"}
 
