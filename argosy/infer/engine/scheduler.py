@@ -1,8 +1,9 @@
 """The scheduler: chooses the sequences of the next step, and how many tokens of each are computed. No arrays and no jax.
 
 Every sequence that decodes gets one token in each step. Prompts are prefilled in chunks under a token budget. Prompts that have begun
-go before waiting ones; otherwise lower priority numbers go first, then earlier arrivals. So a long prompt delays decoding by one chunk
-at most. If the pages run out, the last sequence in this order is preempted: it gives up its pages, waits, and is computed again later.
+go before waiting ones. Among each of these, lower priority numbers go first, then earlier arrivals. So a long prompt delays decoding by
+one chunk at most. If the pages run out, the last sequence by priority and arrival is preempted: it gives up its pages, waits, and is
+computed again later.
 
 A step is planned before the tokens of the previous step are known, so a sequence counts the tokens that are still being sampled
 (`pending`). With speculation the tokens of the previous step are known, and a decoding sequence may have drafts after them. The step
@@ -94,7 +95,7 @@ class Scheduler:
         row: prompts are computed in rows of this many tokens, each row of one request. Both budgets count full rows.
         chunks: the most chunks in a step; None: no limit.
         pools: the page pools of the layers with sliding windows.
-        copies: whether pages may be copied, if the other settings allow prefix caching of a prompt's last page.
+        copies: whether pages may be copied. It has no effect without prefix caching, or with sliding windows.
     """
 
     def __init__(
