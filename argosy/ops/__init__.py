@@ -1,1 +1,1 @@
-"""Pure maths: one public function per op, with several implementations. A plain one is the specification of the others."""
+"""Pure math: one public function per op, with several implementations. A plain implementation is the specification of the others."""

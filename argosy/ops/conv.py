@@ -1,8 +1,7 @@
-"""The short causal convolution of recurrent layers: each channel separately, over a few tokens back, with the inputs that one
-call leaves for the next.
+"""The short causal convolution of recurrent layers: depthwise, over a few tokens, with a state of inputs from call to call.
 
-It is computed as a sum of shifted copies: four taps are too few for a convolution routine, and XLA fuses them into one pass. This
-module knows nothing of caches: the caller says where sequences start and which tokens are real.
+The convolution is computed as a sum of shifted copies, which XLA fuses into one pass: a kernel size of four is too small for a
+convolution routine. This module knows nothing of caches. The caller says where sequences start and which tokens are real.
 """
 
 import jax
@@ -19,12 +18,12 @@ def causal_conv(
     starts: Bool[Array, "B T"],
     live: Bool[Array, "B T"],
 ) -> tuple[Float[Array, "B T *C"], Float[Array, "B W-1 *C"]]:
-    """y[t] = sum over i of w[i] x[t - (W-1) + i], tap W-1 on the token itself; and the inputs that the next call needs.
+    """Computes y[t] = sum over i of w[i] x[t - (W-1) + i]. Also returns the last W-1 inputs, which the next call needs as `before`.
 
     Args:
-        before: the inputs just before these; any values if the first token starts a sequence.
-        starts: a sequence starts here, and inputs before it count as zero.
-        live: the real tokens, which must come first in each row if the returned inputs are used.
+        before: the W-1 inputs before x. They may have any values if the first token starts a sequence.
+        starts: whether a token starts a sequence. For that sequence, earlier inputs count as zero.
+        live: which tokens are real. If the returned inputs are used, real tokens must come first in each row.
     """
     T, back = x.shape[1], w.shape[-1] - 1
     starts = starts & live
@@ -47,5 +46,5 @@ def _count(starts: Bool[Array, "B T"]) -> Array:
 
 
 def _wide(mask: Array, x: Array) -> Array:
-    """[B T] broadcast to as many axes as x."""
+    """Adds axes of size 1 to an array [B T], so that it has as many axes as x."""
     return mask.reshape(*mask.shape, *(1,) * (x.ndim - 2))

@@ -1,11 +1,11 @@
-"""Cross-entropy of the next token, where the logits [rows V] are the largest array of the step.
+"""Cross-entropy of the next token. The logits [rows V] are the largest array of a training step.
 
     from_logits         the specification
-    vocabulary_blocks   head and loss in one, a block of the vocabulary at a time: its forward pass keeps what its backward
-                        pass needs, so the softmax is never taken twice. For CPUs, and for plain heads
-    row_chunks          any head, some rows at a time, logits recomputed in the backward pass: when memory asks
+    vocabulary_blocks   fuses head and loss, a block of the vocabulary at a time. The forward pass keeps what the backward pass
+                        needs, so the softmax is computed once. For CPUs, and for heads that are plain weights
+    row_chunks          any head, some rows at a time. The backward pass recomputes logits. For when memory is short
 
-Each returns the loss of every row and the log of its partition function, for z-loss (de Brebisson and Vincent 2016).
+Each returns, for every row, the loss and the log of the partition function, for the z-loss (de Brebisson and Vincent 2016).
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ BLOCKS = 8
 
 
 def from_logits(logits: Float[Array, "*R V"], targets: Int[Array, "*R"]) -> tuple[Float[Array, "*R"], Float[Array, "*R"]]:
-    """-log p(target), log sum exp(logits), float32 at least."""
+    """Computes -log p(target) and log sum exp(logits), in float32 at least."""
     logits = wide(logits)
     lse = jax.nn.logsumexp(logits, -1)
     return lse - jnp.take_along_axis(logits, targets[..., None], -1)[..., 0], lse
@@ -37,13 +37,18 @@ def row_chunks(
     targets: Int[Array, "R"],
     rows: int,
 ) -> Losses:
-    """Keeps at most `rows` rows of logits in memory."""
+    """Computes the losses of rows x with a head. At most `rows` rows of logits are in memory at once."""
     return by_chunks(lambda x, targets: from_logits(head(x), targets), rows, x, targets)
 
 
 def by_chunks(of: Callable[..., Any], rows: int, *arrays: Array) -> Any:
-    """`of` arrays [R ...], at most `rows` rows at a time, computed again in the backward pass: a tree of arrays [R ...]. A chunk takes
-    every n-th row, so that each device has a share of it."""
+    """Applies a function to arrays [R ...], at most `rows` rows at a time. The backward pass computes each chunk again.
+
+    A chunk takes every n-th row, so that each device has a share of every chunk.
+
+    Args:
+        of: a function of arrays [rows ...] that returns a pytree of arrays [rows ...].
+    """
     count = len(arrays[0])
     n = -(-count // rows)
 
@@ -59,8 +64,10 @@ def by_chunks(of: Callable[..., Any], rows: int, *arrays: Array) -> Any:
 
 
 def by_times(of: Callable[..., Any], rows: int, *arrays: Array) -> Any:
-    """As `by_chunks` for arrays [B T ...] of which the times are split over devices, in chunks of about so many rows. A chunk takes
-    every n-th time, so that each device has a share of it."""
+    """Does the same as `by_chunks` for arrays [B T ...] whose time axis is split over devices, in chunks of about `rows` rows.
+
+    A chunk takes every n-th time, so that each device has a share of every chunk.
+    """
     B, T = arrays[0].shape[:2]
     n = next(n for n in range(max(1, -(-B * T // rows)), T + 1) if T % n == 0)
 
@@ -78,7 +85,12 @@ def by_times(of: Callable[..., Any], rows: int, *arrays: Array) -> Any:
 def vocabulary_blocks(
     x: Float[Array, "R D"], w: Float[Array, "..."], targets: Int[Array, "R"], order: str
 ) -> Losses:
-    """The head and its loss, by blocks of the vocabulary. order: the axes of w, "VD" (a tied embedding) or "DV"."""
+    """Computes logits and losses by blocks of the vocabulary.
+
+    Args:
+        w: the weight of the head.
+        order: the axes of w, "VD" (a tied embedding) or "DV".
+    """
     return _forward(x, w, targets, order)[0]
 
 
@@ -121,7 +133,7 @@ def _forward(x: Array, w: Array, targets: Array, order: str) -> tuple[Losses, An
 
 
 def _backward(order: str, residuals: Any, g: Losses) -> Any:
-    """d/dlogits = (g_nll + g_lse) p - g_nll onehot(target)."""
+    """Computes gradients, with d loss / d logits = (g_nll + g_lse) p - g_nll onehot(target)."""
     x, w, targets, exps, share = residuals
     every, right = (g[0] + g[1])[:, None], g[0][:, None]
     dx = -right * wide(_columns(w, targets, order))

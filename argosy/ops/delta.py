@@ -3,11 +3,11 @@
 
     S_t = a_t S_{t-1} + k_t (b_t (v_t - a_t S_{t-1}' k_t))'        y_t = S_t' q_t        a_t = exp(decay), b_t = rate
 
-`recurrent` is the specification, one token at a time. `chunked_delta_rule` is the same function, one chunk at a time: a triangular
-system gives what each token of a chunk writes, and a scan passes the state from chunk to chunk. Borders between sequences are masks on
-the decay between two tokens, never infinities in its running sum, whose differences would be NaN.
+`recurrent` is the specification, one token at a time. `chunked_delta_rule` computes the same function one chunk at a time: a triangular
+system gives what each token of a chunk writes, and a scan passes the state from chunk to chunk. At borders between sequences, the decay
+between two tokens is masked. Infinities in the running sum of decays would not do, since their differences are NaN.
 
-Each of the K key heads serves G value heads. It is computed in float32 at least, because a state sums over thousands of tokens.
+Each of the K key heads serves G value heads. All is computed in float32 at least, because a state sums over thousands of tokens.
 """
 
 import jax
@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float
 
 from argosy.ops.precision import sums_in
 
-# Tokens; the same as in the paper's kernels and in transformers.
+# The number of tokens of a chunk, as in the paper's kernels and in transformers.
 CHUNK = 64
 
 
@@ -32,35 +32,36 @@ def delta_rule(
     *,
     chunk: int = CHUNK,
 ) -> tuple[Float[Array, "B T K G U"], Float[Array, "B K G H U"]]:
-    """The output for each query, float32 at least, and the state after the last live token.
+    """Computes the output for each query, in float32 at least. Also returns the state after the last live token.
 
     Args:
-        k: of length at most 1, or the state could grow without bound.
-        decay: the log of the share of the state that is kept, at most 0. rate: the share that is replaced, 0 to 1.
-        state: before the first token; any values if that token starts a sequence.
-        starts: a sequence starts here, with an empty state.
-        live: the real tokens. The others do not change the state.
-        chunk: tokens per chunk; at 1, and for a single token, the recurrence is used.
+        k: keys of length at most 1. With longer keys the state could grow without bound.
+        decay: the log of the share of the state that is kept at each token, at most 0.
+        rate: the share of a key's old value that is replaced, 0..1.
+        state: the state before the first token. It may have any values if that token starts a sequence.
+        starts: whether a token starts a sequence, with an empty state.
+        live: which tokens are real. The others do not change the state.
+        chunk: the number of tokens per chunk. With 1, and for a single token, the recurrence is used.
     """
     kind = sums_in(q.dtype)
     q, k, v, decay, rate, state = (a.astype(kind) for a in (q, k, v, decay, rate, state))
     decay, rate = (jnp.where(live[..., None, None], a, 0) for a in (decay, rate))
     starts = starts & live
-    # A slot's previous owner may have left NaN.
+    # The previous owner of a slot may have left NaN in the state.
     state = jnp.where(starts[:, 0, None, None, None, None], 0, state)
     T = q.shape[1]
     # By default accelerators multiply float32 as bfloat16 or TF32.
     with jax.default_matmul_precision("highest"):
         if chunk == 1 or T == 1:
             return recurrent(q, k, v, decay, rate, state, starts)
-        # T is symbolic in a program for any length (`export`), which then uses whole chunks.
+        # In an export for any length, T is symbolic, and chunks have the full size.
         return chunked_delta_rule(q, k, v, decay, rate, state, starts, min(chunk, T) if isinstance(T, int) else chunk)
 
 
 def recurrent(
     q: Array, k: Array, v: Array, decay: Array, rate: Array, state: Array, starts: Array
 ) -> tuple[Array, Array]:
-    """One token at a time; arguments as in `delta_rule`."""
+    """Computes the delta rule one token at a time. Arguments as in `delta_rule`."""
 
     def step(state: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
         q, k, v, decay, rate, starts = token
@@ -76,22 +77,23 @@ def recurrent(
 def chunked_delta_rule(
     q: Array, k: Array, v: Array, decay: Array, rate: Array, state: Array, starts: Array, size: int
 ) -> tuple[Array, Array]:
-    """`size` tokens at a time; arguments as in `delta_rule`. In equations C counts chunks, I and J tokens within one."""
+    """Computes the delta rule `size` tokens at a time. Other arguments as in `delta_rule`. In equations, C is the axis of chunks, and I
+    and J are axes of tokens within a chunk."""
     T = q.shape[1]
     q, k, v, decay, rate, starts = (_in_chunks(a, size) for a in (q, k, v, decay, rate, starts))
     v, decay, rate = (jnp.moveaxis(a, 2, 4) for a in (v, decay, rate))  # [B C K G I ...]
 
-    # 0: still the one that the state belongs to.
+    # The index of each token's sequence within the chunk. 0 is the sequence that the incoming state belongs to.
     sequence = jax.lax.cumsum(starts.astype(jnp.int32), 2)
     faded = jax.lax.cumsum(decay, 4)
     place = jnp.arange(size)
     same = (sequence[..., :, None] == sequence[..., None, :]) & (place[:, None] >= place)
     same = same[:, :, None, None]
     between = jnp.where(same, jnp.exp(jnp.where(same, faded[..., :, None] - faded[..., None, :], 0)), 0)
-    # How much of the state token I sees.
+    # The share of the incoming state that token I sees.
     past = jnp.where((sequence == 0)[:, :, None, None], jnp.exp(faded), 0)
 
-    # Token I writes rate (v - past S' k), minus what it sees of the writes before it: a triangular system.
+    # Token I writes rate (v - past S' k), minus what it sees of earlier writes in the chunk. This is a triangular system.
     system = jnp.einsum("BCIKH,BCJKH->BCKIJ", k, k)[:, :, :, None] * between * rate[..., None]
     keys = jnp.moveaxis(k, 2, 3)[:, :, :, None]
     sides = jnp.concatenate([v * rate[..., None], keys * (past * rate)[..., None]], -1)
@@ -115,8 +117,11 @@ def chunked_delta_rule(
 
 @jax.custom_vjp
 def unit_solve(system: Float[Array, "... I I"], sides: Float[Array, "... I X"]) -> Float[Array, "... I X"]:
-    """Solves (1 + system below its diagonal) x = sides, by products with the inverse. `jax.lax.linalg.triangular_solve` takes three
-    times as long on a CPU, and may wait for itself forever there when several devices of a process solve at once."""
+    """Solves (1 + L) x = sides, with L the part of `system` below the diagonal, by products with the inverse.
+
+    On a CPU, `jax.lax.linalg.triangular_solve` takes three times as long, and may deadlock when several devices of a process solve at
+    once.
+    """
     return _product("...IJ,...JX->...IX", unit_inverse(system), sides)
 
 
@@ -134,16 +139,18 @@ def _backward(residuals: tuple[Array, Array], dx: Array) -> tuple[Array, Array]:
 
 unit_solve.defvjp(_forward, _backward)
 
-# Rows of a block that is inverted row by row.
+# The number of rows of the blocks that are inverted row by row.
 BLOCK = 8
 
 
 @jax.jit
 def unit_inverse(system: Float[Array, "... I I"]) -> Float[Array, "... I I"]:
-    """The inverse of 1 + system below its diagonal. Blocks along the diagonal are inverted row by row, all at once, and pairs of them
-    joined: of [[A, 0], [B, C]] it is [[A', 0], [-C' B A', C']], as in the kernels of arXiv:2406.06484.
+    """Computes the inverse of 1 + L, with L the part of `system` below the diagonal.
 
-    `observe.flops` does not count it: a sixth of the product that follows.
+    Blocks along the diagonal are inverted row by row, all blocks at once. Then pairs of blocks are joined, as in the kernels of
+    arXiv:2406.06484: the inverse of [[A, 0], [B, C]] is [[A', 0], [-C' B A', C']], with A' and C' the inverses of A and C.
+
+    `observe.flops` does not count these FLOPs, which are a sixth of those of the product that follows.
     """
     *lead, size, _ = system.shape
     block = min(BLOCK, 1 << (size - 1).bit_length())
@@ -170,12 +177,13 @@ def unit_inverse(system: Float[Array, "... I I"]) -> Float[Array, "... I I"]:
 
 
 def _product(equation: str, a: Array, b: Array) -> Array:
-    # The gradient is traced outside of the precision that `delta_rule` sets.
+    # Names the precision, because gradients are traced outside of the context in which `delta_rule` sets it.
     return jnp.einsum(equation, a, b, precision="highest")
 
 
 def _in_chunks(a: Array, size: int) -> Array:
-    """[B T ...] as [B C size ...]; the padding at the end neither decays, writes nor starts anything."""
+    """Splits an array [B T ...] into chunks [B C size ...]. The zeros at the end, as padding, neither decay, write nor start
+    anything."""
     B, T, *rest = a.shape
     chunks = (T + size - 1) // size
     a = jnp.pad(a, [(0, 0), (0, chunks * size - T)] + [(0, 0)] * len(rest))
@@ -183,7 +191,7 @@ def _in_chunks(a: Array, size: int) -> Array:
 
 
 def delta_flops(tokens: int, K: int, G: int, H: int, U: int, *, chunk: int = CHUNK) -> int:
-    """FLOPs of the contractions over one row of `tokens` tokens, 2 for each multiply-add; the triangular system counts as
+    """Counts the FLOPs of the contractions over one row of `tokens` tokens, 2 for each multiply-add. The triangular system counts as
     the product with its inverse."""
     if chunk == 1 or tokens == 1:
         return 4 * tokens * K * G * H * U

@@ -1,12 +1,13 @@
-"""Rows of an embedding on devices that share rows and weights.
+"""Looks up rows of an embedding that is split over devices.
 
-Where the features of the weight are split over devices that have different rows, as FSDP splits them, each device looks up its features
-for the tokens of all, and sends them to the devices of those tokens:
+If devices with different rows share the features of the weight, as in FSDP, each device looks up its own features for the tokens of all
+devices, and sends them to the devices of those tokens:
 
-    ids [B T] of every device    ->    its features of all their rows    ->    all features of its own rows
+    ids [B T] of every device    ->    this device's features for all these ids    ->    all features for this device's own ids
 
-So neither the weight nor its gradient is whole on any device: a gathered weight would be [V D] there, and its gradient [V D] in float32
-(5.6 GB each way for 262,208 tokens of 5,376 features). What travels is what the rows have, whatever the vocabulary.
+No device ever holds the whole weight or the whole gradient. A gathered weight would take [V D] on each device, and its gradient [V D]
+in float32 (5.6 GB each way for 262,208 tokens of 5,376 features). How much is sent depends on the number of rows, not on the
+vocabulary.
 """
 
 import jax
@@ -18,7 +19,7 @@ from argosy.parallel.scope import activation_spec, axes_in, axis_sizes, gathered
 
 
 def embedding_rows(w: Float[Array, "V D"], axes: tuple[str, ...], ids: Int[Array, "..."]) -> Float[Array, "... D"]:
-    """w[ids], in the type of w.
+    """Returns w[ids], in the dtype of w.
 
     Args:
         axes: the logical axes of w.
@@ -28,7 +29,7 @@ def embedding_rows(w: Float[Array, "V D"], axes: tuple[str, ...], ids: Int[Array
     rows, stored = activation_spec("B T", ids.shape), weight_spec(axes, w.shape, frozenset(axis_sizes()))
     vocab, features = (*stored, None, None)[:2]
     split = axes_in(rows)
-    # Beside the exchanges of a pipeline, XLA on CPUs begins these in another order on other devices, which then wait for ever.
+    # With pipeline stages, XLA on CPUs may start these exchanges in a different order on each device, which deadlocks.
     if features not in split or vocab in split or axis_sizes().get("stage", 1) > 1:
         return gathered_weight(w, axes, ids)[ids]
 
@@ -43,7 +44,7 @@ def embedding_rows(w: Float[Array, "V D"], axes: tuple[str, ...], ids: Int[Array
 
 
 def _of_part(w: Array, ids: Array, axis: str) -> Array:
-    """Rows of a vocabulary that is split over a mesh axis; 0 for those of other devices."""
+    """Looks up rows of a vocabulary that is split over a mesh axis. Returns 0 for rows of other devices."""
     size = w.shape[0]
     at = ids - jax.lax.axis_index(axis) * size
     return jnp.where(((at >= 0) & (at < size))[..., None], w[jnp.clip(at, 0, size - 1)], 0)

@@ -1,18 +1,18 @@
-"""Hadamard matrices, and the product of data with one while a model runs: a fast Walsh-Hadamard transform for any size.
+"""Hadamard matrices, and a fast Walsh-Hadamard transform for any size, with which models rotate data as they run.
 
     H H' = n I, with entries 1 and -1        H_2n = [[H_n, H_n], [H_n, -H_n]]  (Sylvester)
 
-A size is a power of two times a part m, and its matrix is the Kronecker product of theirs:
+A size is split into a power of two and a factor m. The matrix is the Kronecker product of the matrices of both:
 
-    m = 1                        Sylvester alone
+    m = 1                        Sylvester's matrix only
     m = q + 1, m = 2(q + 1)      Paley 1933, for a prime q of the form 4k + 3, and of the form 4k + 1: 12, 20, 24, 28, 36, 60, 140, 148
-    any other odd m              the Hartley transform, cos(2 pi ij/m) + sin(2 pi ij/m) (Bracewell 1983): orthogonal, with entries up
-                                 to 1.41 in place of 1
+    any other odd m              the Hartley transform, cos(2 pi ij/m) + sin(2 pi ij/m) (Bracewell 1983), which is orthogonal and has
+                                 entries up to 1.41 instead of 1
 
-QuaRot (arXiv:2404.00456) takes tables of Hadamard matrices for m instead, such as 172 for the 11008 features of Llama 2 7B, where
-this file takes 43. No matrix is random, so that stored weights fit on every machine.
+QuaRot (arXiv:2404.00456) uses tables of Hadamard matrices for m instead, such as m = 172 for the 11008 features of Llama 2 7B, where
+this file uses m = 43. No matrix is random, so stored weights that are rotated to match are valid on every machine.
 
-The product is computed as two small ones. 1536 features take 80 multiply-adds each, and not 1536.
+The product is computed as two small products. 1536 features take 80 multiply-adds each instead of 1536.
 """
 
 from functools import lru_cache
@@ -23,18 +23,18 @@ from jaxtyping import Array, Float
 
 from argosy.ops.precision import sums_in
 
-# The largest Hadamard matrix of Paley that a transform multiplies with: 11008 = 2 x 5504 has one, and no fast product.
+# The largest Paley matrix that a transform uses. For example, 11008 = 2 x 5504 has one of size 5504, whose product would not be fast.
 LARGEST = 512
 
 
 def hadamard_transform(x: Float[Array, "..."], axis: int = -1) -> Float[Array, "..."]:
-    """The product of x, along an axis, with an orthogonal matrix that spreads each number over all; summed in float32 at least."""
+    """Multiplies x, along an axis, with an orthogonal matrix that spreads each number over all. Sums in float32 at least."""
     kind, shape = sums_in(x.dtype), x.shape
     axis %= x.ndim
     factors = hadamard_factors(shape[axis])
     y = x.reshape(*shape[:axis], *(len(factor) for factor in factors), *shape[axis + 1 :])
     for i, factor in enumerate(factors, axis):
-        # Entries are 1 and -1, which bfloat16 has; the scale comes last.
+        # Entries are 1 and -1, which are exact in bfloat16. The scale is applied last.
         y = jnp.tensordot(y.astype(x.dtype), jnp.asarray(factor, x.dtype), ((i,), (0,)), preferred_element_type=kind)
         y = jnp.moveaxis(y, -1, i)
     return (y * jnp.asarray(shape[axis] ** -0.5, kind)).reshape(shape).astype(x.dtype)
@@ -42,9 +42,9 @@ def hadamard_transform(x: Float[Array, "..."], axis: int = -1) -> Float[Array, "
 
 @lru_cache(maxsize=64)
 def hadamard_factors(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Two matrices in float64, each times its transpose a multiple of 1, whose Kronecker product has rows of length sqrt(n).
+    """Returns two orthogonal matrices, up to a factor, in float64. Their Kronecker product is n x n and has rows of length sqrt(n).
 
-    Their sizes are as even as the size n allows: one product of 32 and one of 48 are twice as fast as those of 128 and 12.
+    The two sizes are as close to each other as n allows. Products with 32 and 48 are twice as fast as with 128 and 12.
     """
     matrix, power = paley_part(n, LARGEST)
     if matrix is None:
@@ -56,12 +56,15 @@ def hadamard_factors(n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def is_hadamard_size(n: int) -> bool:
-    """Whether the matrix of `hadamard_factors` has entries of one size."""
+    """Whether the matrix of `hadamard_factors` is a Hadamard matrix, with entries 1 and -1 only."""
     return paley_part(n, LARGEST)[0] is not None
 
 
 def paley_part(n: int, largest: int | None = None) -> tuple[np.ndarray | None, int]:
-    """A Hadamard matrix whose size times a power of two is n, and that power; None where Paley gives none, or none up to `largest`."""
+    """Returns a Hadamard matrix by Paley, and the power of two by which its size must be multiplied to be n.
+
+    (None, 0) if there is no such matrix, or none of size at most `largest`.
+    """
     power = n & -n
     while power:
         m = n // power
@@ -84,7 +87,7 @@ def _sylvester(matrix: np.ndarray, power: int) -> np.ndarray:
 
 
 def _hartley(m: int) -> np.ndarray:
-    """cos + sin of the product of row and column, reduced modulo m while it is a whole number."""
+    """Returns the Hartley matrix, cos + sin of 2 pi ij/m. The integers ij are reduced modulo m first, for precision."""
     angle = 2 * np.pi / m * (np.arange(m)[:, None] * np.arange(m) % m)
     return np.cos(angle) + np.sin(angle)
 
@@ -94,7 +97,7 @@ def _is_prime(n: int) -> bool:
 
 
 def _jacobsthal(q: int) -> np.ndarray:
-    """The quadratic characters of i - j modulo a prime."""
+    """Returns the Jacobsthal matrix, the quadratic characters of i - j modulo a prime q."""
     squares = {i * i % q for i in range(1, q)}
     character = np.asarray([0] + [1 if i in squares else -1 for i in range(1, q)], np.float64)
     return character[(np.arange(q)[:, None] - np.arange(q)) % q]

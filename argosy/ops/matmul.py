@@ -1,11 +1,13 @@
-"""The product of two matrices, of which either may have its summed axis first or last.
+"""The product of two matrices. The summed axis of each may be the first or the last.
 
-    xla     XLA's own, everywhere
-    amx     float32 on the matrix units of Intel's processors, which multiply bfloat16 alone: each number is the exact sum of three, and
-            six products are summed (`ops/native/matrix.cc`). As exact as XLA's float32, and 1.4 times as fast (docs/log)
-    amx3    two parts a number and three products: a relative error of 4e-6 where float32 has 3e-7, and 1.6 times as fast
+    xla     XLA's own product, on every platform
+    amx     float32 on the matrix units of Intel's processors (AMX), which only multiply bfloat16. Each number is the exact sum of three
+            bfloat16 numbers, and six products are summed (`ops/native/matrix.cc`). As exact as XLA's float32, and 1.4 times as fast
+            (docs/log)
+    amx3    like `amx`, with two bfloat16 numbers and three products. The relative error is 4e-6, where that of float32 is 3e-7. 1.6
+            times as fast as XLA
 
-`xla` is the default. A training step on one CPU device asks for `amx` where it can be had (`execution.products`).
+`xla` is the default. A training step on one CPU device uses `amx` if the processor has it (`execution.products`).
 """
 
 from collections.abc import Callable
@@ -21,30 +23,34 @@ from argosy.ops.native import library
 from argosy.ops.op import Implementation, Op
 from argosy.parallel.scope import on_several_devices, platform
 
-# Multiply-adds below which XLA is as fast: laying out the tiles of a small product takes as long as the product.
+# The number of multiply-adds below which XLA is as fast, because laying out tiles takes as long as the product.
 SMALLEST = 1 << 24
 
 
 def matmul(
     a: Float[Array, "_ _"], b: Float[Array, "_ _"], a_summed: int = 1, b_summed: int = 0, *, dtype: Any = None
 ) -> Float[Array, "M N"]:
-    """a times b. Differentiable in both (reverse mode only for `amx`); sums are float32 at least.
+    """Computes a times b, with sums in float32 at least. Differentiable in both (for `amx`, in reverse mode only).
 
     Args:
-        a: [M K], or [K M] with a_summed = 0. b: [K N], or [N K] with b_summed = 1. Both have one type.
-        a_summed, b_summed: which axis of each is summed.
-        dtype: of the output; that of `a` unless given.
+        a: [M K], or [K M] if a_summed = 0.
+        b: [K N], or [N K] if b_summed = 1. It has the dtype of a.
+        a_summed, b_summed: the axis of a and of b that is summed.
+        dtype: the dtype of the output. Default: that of a.
 
     Raises:
-        Unsupported: the named implementation cannot run here.
-        UnknownName: there is no implementation of this name.
+        Unsupported: the requested implementation cannot run here.
+        UnknownName: there is no implementation of the requested name.
     """
     return MATMUL.choose().run(a, b, a_summed, b_summed, dtype or a.dtype)
 
 
 def with_wide_output(product: Callable[[Array, Array, Any], Array], a: Array, b: Array, dtype: Any) -> Array:
-    """product(a, b, dtype). On GPUs, where the output has more bits than `a` and `b`, its gradient is rounded to their type: products
-    of float32 with bfloat16 would run in float32, at a third of the speed (docs/guides/gpus.md)."""
+    """Returns product(a, b, dtype). On GPUs, if `dtype` has more bits than a and b, the output's gradient is rounded to the dtype of a.
+
+    Otherwise the backward pass would multiply float32 with bfloat16, which runs in float32 at a third of the speed
+    (docs/guides/gpus.md).
+    """
     if platform() == "gpu" and a.dtype == b.dtype and jnp.finfo(dtype).bits > jnp.finfo(a.dtype).bits:
         return _wide(product, a, b, dtype)
     return product(a, b, dtype)
@@ -78,7 +84,7 @@ def _dot(a_summed: int, b_summed: int, a: Array, b: Array, dtype: Any) -> Array:
 
 
 def _by_amx(a: Array, b: Array, a_summed: int, b_summed: int, dtype: Any, *, parts: int) -> Array:
-    """Products of other types, and small ones, are XLA's."""
+    """Computes products on matrix units. Uses XLA for small products and for dtypes other than float32."""
     small = a.size * b.shape[1 - b_summed] < SMALLEST or min(*a.shape, *b.shape) < 32
     if small or not (a.dtype == b.dtype == dtype == jnp.float32):
         return _by_xla(a, b, a_summed, b_summed, dtype)
@@ -97,7 +103,7 @@ def _forward(a: Array, b: Array, a_summed: int, b_summed: int, parts: int) -> tu
 
 
 def _backward(a_summed: int, b_summed: int, parts: int, residuals: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
-    """Each gradient is a product with g, in the order of axes of what it is the gradient of."""
+    """Computes both gradients as products with g. Each has the order of axes of its own input."""
     a, b = residuals
     da = (g, b, 1, 1 - b_summed) if a_summed else (b, g, 1 - b_summed, 1)
     db = (g, a, 0, 1 - a_summed) if b_summed else (a, g, 1 - a_summed, 0)
@@ -108,7 +114,7 @@ _product.defvjp(_forward, _backward)
 
 
 def amx_refuses() -> str | None:
-    """Why products on matrix units cannot be traced here, or None."""
+    """Returns why products on matrix units cannot be used in the program being traced. None: they can."""
     if platform() != "cpu":
         return "it runs on CPUs"
     if on_several_devices():

@@ -1,4 +1,4 @@
-"""`Op`: one function of pure maths with several implementations, and the choice among them.
+"""`Op`: a mathematical function with several implementations, and the choice among these.
 
     ATTENTION = Op("attention", "attention", prefer={"cpu": ("blocked",), "tpu": ("splash",)})
     ATTENTION.add("reference", Implementation(reference))
@@ -6,13 +6,13 @@
 
     y = ATTENTION.choose(q, k, v).run(q, k, v)
 
-    with implementations(attention="reference"):      # what `execution.attention` and `execution.experts` set
+    with implementations(attention="reference"):      # set by `execution.attention` and `execution.experts`
         jax.jit(step).lower(...)
 
-    with winners({"attention float32 B8 T256 ...": "reference"}):     # what `argosy autotune` measured to be the fastest
+    with winners({"attention float32 B8 T256 ...": "reference"}):     # the fastest in the measurements of `argosy autotune`
         jax.jit(step).lower(...)
 
-The choice is made while a program is traced, so both belong around tracing, not around running.
+The choice is made while a program is traced. Both contexts must therefore be around tracing, not around running.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ _cases: ContextVar[dict[str, "Case"] | None] = ContextVar("cases", default=None)
 
 @contextmanager
 def implementations(**names: str | None) -> Iterator[None]:
-    """Programs traced inside use these implementations, by the key of the op; None leaves the choice to the op."""
+    """A context in which traced programs use these implementations, by the key of the op. None: the op chooses."""
     token = _requested.set(dict(_requested.get()) | {op: name for op, name in names.items() if name is not None})
     try:
         yield
@@ -44,8 +44,9 @@ def implementations(**names: str | None) -> Iterator[None]:
 
 @contextmanager
 def winners(names: Mapping[str, str]) -> Iterator[None]:
-    """Programs traced inside prefer these implementations, by the name of the case, where nothing else is named and they do not
-    refuse.
+    """A context in which traced programs prefer these implementations, given by the name of the case.
+
+    A winner is not used if it refuses the arguments, or if `implementations` names another one.
     """
     token = _winners.set(names)
     try:
@@ -56,7 +57,7 @@ def winners(names: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def recorded_cases() -> Iterator[dict[str, "Case"]]:
-    """The cases of all ops that programs traced inside choose an implementation for, by name."""
+    """A context that records the cases for which traced programs choose an implementation. Yields a dict of cases by name."""
     cases: dict[str, Case] = {}
     token = _cases.set(cases)
     try:
@@ -66,19 +67,19 @@ def recorded_cases() -> Iterator[dict[str, "Case"]]:
 
 
 def requested_implementations() -> dict[str, str]:
-    """The implementations that programs traced here use by name, by the key of their op or the name of the case."""
+    """Returns the implementations that the current contexts request, by the key of the op or the name of the case."""
     return dict(_requested.get()) | dict(_winners.get())
 
 
 @runtime_checkable
 class Case(Protocol):
-    """Shapes, types and options of a call of an op.
+    """The interface of a description of an op's call: shapes, dtypes and options, without data.
 
     op: the key of the op.
-    name: the op, the type, sizes, and the options. Sizes that come from the batch are rounded up to powers of two. Equal names share
-        a winner.
-    rows: rows that do not depend on each other.
-    reference_bytes: memory that the reference takes for one row.
+    name: a name made of the op, dtype, sizes and options. Sizes that come from the batch are rounded up to powers of two. Cases with
+        equal names share a winner.
+    rows: the number of rows that do not depend on each other.
+    reference_bytes: the memory that the reference implementation takes for one row.
     """
 
     @property
@@ -94,19 +95,19 @@ class Case(Protocol):
     def reference_bytes(self) -> int: ...
 
     def cut(self, rows: int) -> "Case":
-        """The case with fewer rows."""
+        """Returns the case with fewer rows."""
         ...
 
     def arguments(self, seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(arrays that are differentiated, other arrays), random."""
+        """Returns random arguments: (arrays to differentiate with respect to, other arrays by name)."""
         ...
 
     def described(self, inputs: tuple[Any, ...], more: dict[str, Any]) -> tuple[Any, ...]:
-        """The arguments that implementations accept or refuse."""
+        """Returns the arguments of `Implementation.refuses`, from the result of `arguments`."""
         ...
 
     def call(self, implementation: "Implementation", inputs: tuple[Any, ...], more: dict[str, Any]) -> Any:
-        """The result of an implementation."""
+        """Runs an implementation on the result of `arguments`."""
         ...
 
 
@@ -114,9 +115,9 @@ class Implementation(NamedTuple):
     """An implementation of an op.
 
     run: the function.
-    refuses: (arguments) -> why it cannot be used on them; None if it can.
-    blocks: (arguments) -> sizes of blocks beside its own choice that are worth measuring; `run` takes one as `block`. An op has them
-        as `name:size`.
+    refuses: a function of the arguments that returns why the implementation cannot compute them. None: it can.
+    blocks: a function of the arguments that returns further block sizes that are worth measuring, besides the default. `run` takes one
+        as its argument `block`. In an op, an implementation with a block size has the name `name:size`.
     """
 
     run: Callable[..., Any]
@@ -129,11 +130,11 @@ class Op(Registry):
 
     Args:
         key: the name of the op in `implementations` and in settings.
-        noun: what error messages call the op.
-        prefer: for each platform, what to try in this order before `default`.
-        always: what to try before those on any platform; it refuses unless it is needed.
-        default: the implementation that refuses nothing: the specification of the others.
-        case: "module:name" of the function that describes arguments as a `Case`; None for an op that is not tuned.
+        noun: the name of the op in error messages.
+        prefer: for each platform, the implementations to try before `default`, in this order.
+        always: the implementations to try first on any platform. They refuse unless they are needed.
+        default: the implementation that refuses nothing. It is the specification of the others.
+        case: "module:name" of a function that describes arguments as a `Case`. None: the op is not tuned.
     """
 
     def __init__(
@@ -166,15 +167,18 @@ class Op(Registry):
 
     @property
     def preferred(self) -> tuple[str, ...]:
-        """What is tried on the platform of the program being traced, in order."""
+        """The implementations to try, in order, on the platform of the program being traced."""
         return (*self.always, *self.prefer.get(platform(), ()), self.default)
 
     def choose(self, *args: Any, implementation: str | None = None) -> Implementation:
-        """The implementation for these arguments: a named one, otherwise the first that does not refuse them.
+        """Chooses the implementation for these arguments: a requested one, otherwise a winner, otherwise the first that can.
+
+        Args:
+            implementation: the name of an implementation. Default: the one of the context `implementations`.
 
         Raises:
-            Unsupported: the named one refuses.
-            UnknownName: there is no implementation of this name.
+            Unsupported: the requested implementation refuses the arguments.
+            UnknownName: there is no implementation of the requested name.
         """
         if name := implementation or self.requested:
             choice: Implementation = self[name]
@@ -188,21 +192,22 @@ class Op(Registry):
         return next(candidate for name in self.preferred if (candidate := self[name]).refuses(*args) is None)
 
     def _winner(self, args: tuple[Any, ...]) -> Implementation | None:
-        """The winner for these arguments, if there is one that does not refuse them; records their case where cases are recorded."""
+        """Returns the winner for these arguments, if there is one and it does not refuse them. Also records the case of the arguments,
+        inside of `recorded_cases`."""
         case = self.case(*args)
         if case is None:
             return None
         if (cases := _cases.get()) is not None:
             cases.setdefault(case.name, case)
         name = _winners.get().get(case.name)
-        # An own implementation may be missing by now.
+        # A user's implementation that won earlier may no longer be registered.
         if name is None or name.partition(":")[0] not in self or any(self[other].refuses(*args) is None for other in self.always):
             return None
         implementation: Implementation = self[name]
         return implementation if implementation.refuses(*args) is None else None
 
     def case(self, *args: Any) -> Any:
-        """The case of these arguments; None if none describes them."""
+        """Describes these arguments as a case. None: the op is not tuned, or a size is unknown."""
         if self._case is None:
             return None
         module, _, attribute = self._case.partition(":")

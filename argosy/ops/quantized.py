@@ -1,13 +1,13 @@
-"""A quantized array: values in few bits, and the numbers that turn them back into floats.
+"""A quantized array: values in few bits, with the scales to convert them back to floats.
 
     w = (values - zero) * scale - minimum        or, with levels,        w = levels[values] * scale - minimum
 
 `scale` and `minimum` have as many axes as the values. Along each axis they have the full size (one scale per index), 1 (shared) or a
-divisor of the size (one scale per block). So this one type covers scales per tensor, output channel, input channel, row of an
-embedding, block and tile, in any number format. Scales may be kept in eight bits themselves (MX, NVFP4); `outer` then has the second
-level, a number for each weight. Codes of four or two bits lie in bytes together, because jax gives each element of an int4 array its
-own byte on CPUs. `activations` says how data is rounded before the product (W8A8).
-`models.parts.einsum.contract` multiplies such an array with data.
+divisor of the size (one scale per block). This one type therefore covers scales per tensor, output channel, input channel, row of an
+embedding, block and tile, in any number format. Scales may themselves be in eight bits (MX, NVFP4). `outer` then has a second-level
+scale for each weight. Values of four or two bits are packed in bytes, because on CPUs jax gives each element of an int4 array a whole
+byte. `activations` says how data is rounded before the product (W8A8). `models.parts.einsum.contract` multiplies such an array with
+data.
 """
 
 from collections.abc import Sequence
@@ -25,19 +25,20 @@ from argosy.ops.native.products import Panels
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantized:
-    """A quantized weight. In a tree of the same structure, shapes may stand for the arrays.
+    """A quantized weight. Shapes may stand for the arrays.
 
-    values: integers, floats of eight bits, or codes; on a CPU perhaps the whole weight in panels, scales included (`ops.native`).
-    scale: float32, float8_e4m3fn, or uint8: the exponents of powers of two (`powers_of_two`).
-    minimum: float32, as `scale`; None: 0.
-    outer: float32, what scales are multiplied by; None: 1.
-    x_scale: the calibrated number by which all activations are divided before they are rounded; None: each token's own. Stacked
-        layers have one each.
-    levels: the floats that values are indexes of.
-    packed: the axis, counted from the end, along which several values share a byte; the array is smaller there. 0: none.
-    bits: of each packed value, 4 or 2.
-    zero: what is subtracted from values.
-    activations: rounds the data of a product (`adapt.formats.activations`); None: it is not rounded.
+    values: integers, 8-bit floats, or codes (indexes of `levels`). On a CPU, `values` may be `ops.native` panels, which hold the whole
+        weight including scales.
+    scale: float32 or float8_e4m3fn scales, or uint8 exponents of powers of two (`powers_of_two`).
+    minimum: float32, with axes as `scale`. None: 0.
+    outer: float32, the second-level scale, a factor on `scale`. None: 1.
+    x_scale: the calibrated scale of all activations, by which they are divided before rounding. Stacked layers have one each. None:
+        each token has its own scale, from its largest magnitude.
+    levels: the floats that codes stand for. None: values are numbers.
+    packed: the axis, counted from the end, along which several values share a byte. The array is smaller along it. 0: none.
+    bits: the bits of each packed value, 4 or 2.
+    zero: the zero point, which is subtracted from values.
+    activations: how the data of a product is rounded (`adapt.formats.activations`). None: it is not rounded.
     """
 
     values: Any
@@ -58,7 +59,7 @@ class Quantized:
 
     @property
     def is_linear(self) -> bool:
-        """Whether the values themselves can be multiplied, and scaled afterwards."""
+        """Whether data can be multiplied with the values themselves and scaled afterwards."""
         return self.levels is None and not self.packed and self.zero == 0
 
     @property
@@ -67,12 +68,12 @@ class Quantized:
 
     @property
     def scales(self) -> Float[Array, "..."]:
-        """The scales, float32, both levels multiplied."""
+        """The scales in float32, with the second level multiplied in."""
         scale = powers_of_two(self.scale) if self.scale.dtype == jnp.uint8 else self.scale.astype(jnp.float32)
         return scale if self.outer is None else scale * self.outer
 
     def dequantized(self, dtype: Any = jnp.float32) -> Array:
-        """The floats, computed in float32."""
+        """Dequantizes the weight in float32, then converts it to `dtype`."""
         if isinstance(self.values, Panels):
             return self.values.dense().astype(dtype)
         values = unpack_codes(self.values, self.packed, self.bits) if self.packed else self.values
@@ -85,7 +86,7 @@ class Quantized:
         return (w if self.minimum is None else w - spread(self.minimum, w.shape)).astype(dtype)
 
     def rows(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
-        """Rows along the first axis, float32: the lookup of an embedding."""
+        """Looks up rows along the first axis, as an embedding does. Returns float32."""
         values, packed = self.values, self.packed
         if isinstance(values, Panels):
             return values.rows(ids)
@@ -103,14 +104,17 @@ class Quantized:
 
 
 def powers_of_two(exponents: UInt8[Array, "..."]) -> Float[Array, "..."]:
-    """2^(e - 127) in float32, and NaN for 255: the type E8M0 of OCP Microscaling Formats 1.0, which files of arrays do not know."""
-    # The bits of a float32; 0 is half of its smallest normal number.
+    """Converts exponents e to 2^(e - 127) in float32, and 255 to NaN.
+
+    This is the type E8M0 of OCP Microscaling Formats 1.0, for which array files have no dtype.
+    """
+    # Assembles the bits of a float32. Exponent 0 is half of the smallest normal float32.
     bits = jnp.where(exponents == 0, 1 << 22, exponents.astype(jnp.int32) << 23)
     return jnp.where(exponents == 255, jnp.nan, jax.lax.bitcast_convert_type(bits, jnp.float32))
 
 
 def spread(a: Array, shape: tuple[int, ...]) -> Array:
-    """Scales of blocks repeated to the shape of the values; axes of size 1 are left to broadcasting."""
+    """Repeats scales of blocks to the shape of the values. Axes of size 1 are left as they are, for broadcasting."""
     for axis, size in enumerate(shape):
         if a.shape[axis] not in (1, size):
             a = jnp.repeat(a, size // a.shape[axis], axis)
@@ -118,7 +122,7 @@ def spread(a: Array, shape: tuple[int, ...]) -> Array:
 
 
 def unpacked_shape(shape: Sequence[int], packed: int, bits: int = 4) -> tuple[int, ...]:
-    """The shape of a weight from that of its values."""
+    """Returns the shape of a weight from the shape of its packed values. `packed` and `bits` as in `Quantized`."""
     out = list(shape)
     if packed:
         out[packed] *= 8 // bits
@@ -126,8 +130,11 @@ def unpacked_shape(shape: Sequence[int], packed: int, bits: int = 4) -> tuple[in
 
 
 def packed_codes(codes: UInt8[Array, "..."], axis: int, bits: int = 4) -> UInt8[Array, "..."]:
-    """Codes of few bits, several in a byte along an axis, counted from the end, whose size is a multiple of their number: the first in
-    the lowest bits."""
+    """Packs several codes of few bits into each byte, the first code in the lowest bits.
+
+    Args:
+        axis: the axis along which codes are packed, counted from the end. Its size must be a multiple of 8 / bits.
+    """
     count, at = 8 // bits, codes.ndim + axis
     parts = codes.reshape(*codes.shape[:at], codes.shape[axis] // count, count, *_sizes_after(codes.shape, axis))
     out = jnp.take(parts, 0, at + 1)
@@ -137,7 +144,7 @@ def packed_codes(codes: UInt8[Array, "..."], axis: int, bits: int = 4) -> UInt8[
 
 
 def unpack_codes(values: UInt8[Array, "..."], axis: int, bits: int = 4) -> UInt8[Array, "..."]:
-    """The codes again."""
+    """The inverse of `packed_codes`."""
     parts = [values >> (bits * i) & ((1 << bits) - 1) for i in range(8 // bits)]
     return jnp.stack(parts, values.ndim + axis + 1).reshape(unpacked_shape(values.shape, axis, bits))
 

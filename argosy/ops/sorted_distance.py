@@ -1,8 +1,8 @@
-"""How far two distributions over different sets of outcomes are apart: the Wasserstein distance of their sorted probabilities.
+"""A distance of two distributions over different vocabularies: the Wasserstein distance of their sorted probabilities.
 
-With every cost of transport 1 and outcomes that cannot be identified with each other, the distance of Boizard et al. (universal logit
-distillation, arXiv:2402.12030, equation 5) is the sum of the differences of both probabilities in falling order, the shorter list
-filled up with zeros. It is 0 for permutations of one distribution, and at most 2.
+This is the loss of universal logit distillation (Boizard et al., arXiv:2402.12030, equation 5), where outcomes of the two sides cannot
+be matched and every transport costs 1. It is the sum of the absolute differences of both probabilities in descending order, with the
+shorter list padded with zeros. It is 0 if one distribution is a permutation of the other, and at most 2.
 """
 
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ FARTHEST = 2.0
 
 
 def sorted_distance(p: Float[Array, "*R V"], q: Float[Array, "*R U"]) -> Float[Array, "*R"]:
-    """The sum of |p - q| over the probabilities in falling order. They may sum to less than 1, as joint probabilities do."""
+    """Computes the sum of |p - q| over probabilities in descending order. They may sum to less than 1, as joint probabilities do."""
     size = max(p.shape[-1], q.shape[-1])
     first, second = (_falling(r, size) for r in (p, q))
     return jnp.sum(jnp.abs(first - second), -1)

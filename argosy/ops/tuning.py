@@ -1,10 +1,10 @@
-"""Measures the implementations of an op on this device: forward and backward, compiled before, in pairs with the default.
+"""Measures the implementations of an op on this device: a forward and a backward pass, in pairs with the default implementation.
 
     measurements = measure(ATTENTION, case, seconds=1.0, memory=2**33)
-    winner(measurements)                      the fastest that is worth a choice, or None
+    winner(measurements)                      the fastest implementation that is clearly faster than the default, or None
 
-Pairs, because other work on the machine slows both of a pair alike. The result of each is compared with that of the op's reference
-in float32: an implementation that is wrong wins nothing.
+Compilation is not measured. Times are measured in pairs, because other work on the machine slows both runs of a pair alike. Each result
+is compared with that of the op's reference in float32, and an implementation with a wrong result cannot win.
 """
 
 import math
@@ -21,26 +21,26 @@ import numpy as np
 from argosy.ops.op import Case, Op
 from argosy.ops.precision import wide
 
-# The least ratio of times for which a winner is kept, and the share of pairs in which it must be faster.
+# The least ratio of the default's time to a winner's, and the least share of pairs in which a winner must be faster.
 LEAST, MOSTLY = 1.05, 0.75
 PAIRS = (5, 100)
-# The relative difference from the reference that rounding explains, for sums over thousands of numbers.
+# The largest relative difference from the reference that rounding explains, for sums over thousands of numbers.
 TOLERANCES = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
-# The share of the memory that the reference may take.
+# The share of the device's memory that the reference may take.
 SHARE = 0.2
 
 
 @dataclass
 class Measurement:
-    """An implementation on one case.
+    """The measurement of an implementation on one case.
 
-    implementation: its name, with the size of its blocks after a colon.
-    default: whether it is what the op takes by itself.
-    seconds: median time of a forward and a backward pass; None if it did not run.
-    ratio: median, over pairs, of the default's time by its own.
+    implementation: the name of the implementation, with a block size after a colon if it is not the default size.
+    default: whether the op chooses this implementation without tuning.
+    seconds: the median time of a forward and a backward pass. None: it did not run.
+    ratio: the median, over pairs, of the default's time divided by this implementation's time.
     faster: the share of pairs in which it was faster than the default.
-    error: relative difference from the reference, the largest of output and gradients.
-    reason: why it did not run, or cannot win; "" otherwise.
+    error: the relative difference from the reference, the largest of output and gradients.
+    reason: why the implementation did not run or cannot win. "" if neither.
     """
 
     implementation: str
@@ -53,17 +53,18 @@ class Measurement:
 
     @property
     def wins(self) -> bool:
-        """Whether it is worth a choice: faster than the default, and right."""
+        """Whether the implementation is correct and clearly faster than the default."""
         return not self.default and not self.reason and (self.ratio or 0.0) >= LEAST and self.faster >= MOSTLY
 
 
 def measure(op: Op, case: Case, seconds: float, memory: int | None = None) -> list[Measurement]:
-    """All implementations that do not refuse the case, the default first. The fastest that may win is measured again, so that it does
-    not win by the luck of being one of many.
+    """Measures all implementations that do not refuse the case, the default first.
+
+    The fastest one that may win is measured again, because the best of many measurements may be so by chance.
 
     Args:
-        seconds: time for the pairs of each implementation; at least five pairs run.
-        memory: of the device. The case is cut to as many rows as the reference has memory for.
+        seconds: the time for the pairs of each implementation. At least five pairs run.
+        memory: the device's memory in bytes. The case is cut to as many rows as the reference has memory for. None: it is not cut.
     """
     if memory is not None:
         case = case.cut(max(1, min(case.rows, int(SHARE * memory / max(case.reference_bytes, 1)))))
@@ -83,7 +84,7 @@ def measure(op: Op, case: Case, seconds: float, memory: int | None = None) -> li
             measurement.error = difference(program(), expected)
             programs[measurement.implementation] = program
         except Exception as error:
-            # Whatever a compiler or a kernel says: the others are measured.
+            # Whatever error a compiler or a kernel raises, the other implementations are measured.
             measurement.reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120] if str(error).strip() else ''}"
     default = measurements[0]
     if default.implementation not in programs:
@@ -102,7 +103,7 @@ def measure(op: Op, case: Case, seconds: float, memory: int | None = None) -> li
 
 
 def candidates(op: Op, case: Case, inputs: Sequence[Any], more: dict[str, Any]) -> list[str]:
-    """Names of the implementations that do not refuse the case, the default first, each also with the other sizes of its blocks."""
+    """Returns the names of the implementations that do not refuse the case, the default first, each also with its other block sizes."""
     arguments = case.described(tuple(inputs), more)
     accepted = [name for name in op if op[name].refuses(*arguments) is None]
     default = next(name for name in op.preferred if name in accepted)
@@ -111,13 +112,13 @@ def candidates(op: Op, case: Case, inputs: Sequence[Any], more: dict[str, Any]) 
 
 
 def winner(measurements: Sequence[Measurement]) -> Measurement | None:
-    """The fastest that is worth a choice; None if the default is as good."""
+    """Returns the fastest implementation that is clearly faster than the default. None: there is none."""
     winners = (measurement for measurement in measurements if measurement.wins)
     return max(winners, key=lambda measurement: measurement.ratio or 0.0, default=None)
 
 
 def difference(arrays: Sequence[Any], expected: Sequence[Any]) -> float:
-    """The largest relative difference, by the norms of the arrays."""
+    """Returns the largest relative difference of an array from the expected one, |a - b| / |b| by norms."""
 
     def relative(a: Any, b: Any) -> float:
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
@@ -127,12 +128,12 @@ def difference(arrays: Sequence[Any], expected: Sequence[Any]) -> float:
 
 
 def _program(op: Op, name: str, case: Case, inputs: Sequence[Any], more: dict[str, Any]) -> Callable[[], Any]:
-    """A compiled pass forward and backward: () -> output and gradients."""
+    """Compiles a forward and a backward pass. Returns a function without arguments that returns the output and the gradients."""
     implementation = op[name]
 
     def passes(inputs: tuple[Any, ...], more: dict[str, Any]) -> tuple[Any, ...]:
         y, back = jax.vjp(lambda *a: case.call(implementation, a, more), *inputs)
-        # As the gradient of a loss, another for each number of the output.
+        # A gradient that differs for each number of the output, as that of a loss does.
         return y, *back(jnp.cos(y))
 
     compiled = jax.jit(passes).lower(tuple(inputs), more).compile()
@@ -143,7 +144,7 @@ def _time(measurement: Measurement, default: Callable[[], Any], candidate: Calla
     pairs: list[tuple[float, float]] = []
     end = time.perf_counter() + seconds
     while len(pairs) < PAIRS[0] or (time.perf_counter() < end and len(pairs) < PAIRS[1]):
-        # Which is first alternates: the first may find caches of the processor filled by the other.
+        # The order alternates, because the first of a pair may find the processor's caches filled by the other.
         order = (default, candidate) if len(pairs) % 2 == 0 else (candidate, default)
         times = {call: _elapsed(call) for call in order}
         pairs.append((times[default], times[candidate]))

@@ -1,8 +1,8 @@
-"""Convolutions over the frames of videos, zeros outside each frame. Frames are not padded.
+"""Convolutions over videos. Height and width are zero-padded; time is not padded.
 
-    volumes   XLA's convolution over volumes, everywhere
-    frames    a sum over the taps in time of convolutions over images, which XLA has a kernel for on CPUs: 96 channels of 32 x 32 take
-              23 ms of CPU instead of 50, and 71 instead of 206 with gradients (docs/log)
+    volumes   XLA's convolution over volumes, on every platform
+    frames    a sum of convolutions over images, one for each time step of the kernel. XLA has a kernel for these on CPUs: 96 channels
+              of 32 x 32 take 23 ms of CPU time instead of 50, and 71 ms instead of 206 with gradients (docs/log)
 """
 
 from typing import Any
@@ -18,11 +18,11 @@ from argosy.ops.precision import sums_in
 def convolve_video(
     x: Float[Array, "B F H W I"], w: Float[Array, "taps P Q I O"], padding: tuple[int, int], stride: int = 1
 ) -> Float[Array, "B f H W O"]:
-    """The convolution of videos by a kernel of `taps` frames.
+    """Convolves videos with a kernel of `taps` frames and P x Q pixels.
 
     Args:
-        padding: zeros before and after each frame, in height and width.
-        stride: the number of frames is divided by it.
+        padding: the number of zeros before and after each frame, in both height and width.
+        stride: the stride in time.
     """
     return VIDEO_CONVOLUTION.choose(x, w, padding, stride).run(x, w, padding, stride)
 

@@ -1,12 +1,13 @@
-"""Head and cross-entropy in one, by blocks of the vocabulary, on devices that share rows and weights.
+"""Fused head and cross-entropy, by blocks of the vocabulary, for rows and weights that are split over devices.
 
-    forward    for each block: logits [R C] of the device's own rows, into a running maximum, sum and target's logit
-    backward   for each block: logits again, p - onehot, its part of the gradients of x and of the head
+    forward    for each block: logits [R C] of the device's own rows, which update a running maximum, sum and the target's logit
+    backward   for each block: logits again, p - onehot, and the block's part of the gradients of x and of the head
 
-A block of the head is gathered when it is used, and its gradient is summed over the devices and split again at once. So a step
-gathers the head twice and reduces its gradient once, however many rows there are, and no device ever holds a whole head or a whole
-gradient. A loop over rows would do both for each part of them: 512 times for 128 sequences of 4,096 tokens on 64 devices, in parts of
-16 rows a device. Logits are computed twice, as those of checkpointed rows are.
+Each block of the head is gathered when it is used, and its gradient is reduce-scattered at once. A step therefore gathers the head
+twice and reduces its gradient once, however many rows there are, and no device ever holds a whole head or a whole gradient. A loop over
+rows
+would do both for each chunk of rows: 512 times for 128 sequences of 4,096 tokens on 64 devices, in chunks of 16 rows per device. Logits
+are computed twice, as with checkpointing.
 """
 
 from functools import partial
@@ -25,18 +26,18 @@ from argosy.parallel.scope import axes_in, axis_sizes
 Losses = tuple[Float[Array, "B T"], Float[Array, "B T"]]
 # Blocks are multiples of the width of a matrix unit.
 LANES = 128
-# The id of a column that belongs to another block; no target is it.
+# The id of a column that belongs to another block. No target equals it.
 NOBODY = np.iinfo(np.int32).min
 
 
 class HeadLayout(NamedTuple):
-    """How the arrays lie over the mesh in scope.
+    """How the arrays are split over the mesh in scope, and further constants of the call.
 
-    rows: of targets [B T].
-    weight: of the head, in its own order.
-    order: the axes of the head, "VD" (a tied embedding) or "DV".
-    chunk: rows of logits whose memory a block of logits may take.
-    cap: bounds logits to cap tanh(logits / cap); None: does not.
+    rows: the split of targets [B T].
+    weight: the split of the head's weight.
+    order: the axes of the head's weight, "VD" (a tied embedding) or "DV".
+    chunk: a bound on memory. A block of logits may take as much as this number of rows of all logits.
+    cap: the soft cap, cap * tanh(logits / cap). None: no cap.
     """
 
     rows: PartitionSpec
@@ -46,7 +47,7 @@ class HeadLayout(NamedTuple):
     cap: float | None = None
 
     def axis(self, letter: str) -> str | None:
-        """The mesh axis that splits D or V of the head."""
+        """Returns the mesh axis that splits axis D or V of the head. None: that axis is not split."""
         entry = tuple(self.weight)[self.order.index(letter)] if len(self.weight) else None
         return entry if entry is None or isinstance(entry, str) else entry[0]
 
@@ -57,7 +58,7 @@ class HeadLayout(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def vocabulary_scan(x: Float[Array, "B T D"], w: Float[Array, "..."], targets: Int[Array, "B T"], layout: HeadLayout) -> Losses:
-    """Loss and log partition function of each target, float32."""
+    """Computes the loss of each target and the log of the partition function, in float32. `w` is the weight of the head."""
     return _forward(x, w, targets, layout)[0]
 
 
@@ -81,7 +82,7 @@ vocabulary_scan.defvjp(_forward, _backward)
 
 
 def _on_devices(local: Any, in_specs: tuple[PartitionSpec, ...], out: tuple[PartitionSpec, ...]) -> Any:
-    """`local` on each device's own part, where there are several."""
+    """Wraps `local` in a `shard_map` if there are several devices."""
     names = frozenset(axis_sizes())
     if max(axis_sizes().values(), default=1) == 1:
         return local
@@ -89,11 +90,11 @@ def _on_devices(local: Any, in_specs: tuple[PartitionSpec, ...], out: tuple[Part
 
 
 class _Blocks(NamedTuple):
-    """The head of one device, read by blocks of its own columns.
+    """The head as one device reads it, in blocks of columns.
 
-    w: [V D] or [D V], the device's share.
-    size: columns of its own in a block.
-    number: of blocks.
+    w: the device's shard of the head, [V D] or [D V].
+    size: the number of the device's own columns in a block.
+    number: the number of blocks.
     """
 
     w: Array
@@ -102,7 +103,7 @@ class _Blocks(NamedTuple):
     number: int
 
     def at(self, i: Array) -> tuple[Array, Int[Array, "C"]]:
-        """Block i, gathered, in the order of the head, and the ids of its columns; `NOBODY` for those of another block."""
+        """Gathers block i. Also returns the ids of its columns, with `NOBODY` for columns that belong to another block."""
         layout, columns = self.layout, self.columns()
         first = jnp.minimum(i * self.size, columns - self.size)
         block = jax.lax.dynamic_slice_in_dim(self.w, first, self.size, layout.order.index("V"))
@@ -120,7 +121,7 @@ class _Blocks(NamedTuple):
         return self.w.shape[self.layout.order.index("V")]
 
     def summed(self, block: Array) -> Array:
-        """The gradient of a gathered block: its sum over devices that have other rows, of the columns and features of this device."""
+        """Reduces the gradient of a gathered block over devices with different rows. Returns this device's columns and features."""
         layout = self.layout
         for letter in ("V", "D"):
             axis, dim = layout.axis(letter), layout.order.index(letter)
@@ -129,7 +130,7 @@ class _Blocks(NamedTuple):
             if layout.shares_rows(axis):
                 block = jax.lax.psum_scatter(block, axis, scatter_dimension=dim, tiled=True)
             elif letter == "D":
-                # Devices along it have the same rows, and so the same gradient.
+                # Devices along this axis have the same rows, and therefore the same gradient.
                 share = block.shape[dim] // jax.lax.axis_size(axis)
                 block = jax.lax.dynamic_slice_in_dim(block, jax.lax.axis_index(axis) * share, share, dim)
         return block
@@ -143,7 +144,8 @@ def _blocks(layout: HeadLayout, w: Array, rows: int, dtype: Any) -> _Blocks:
 
 
 def _logits(layout: HeadLayout, x: Array, block: Array, ids: Array) -> tuple[Array, Array | None]:
-    """[R C] float32, -inf where there is no column, and the share by which gradients shrink under a cap."""
+    """Computes a block's logits [R C] in float32, with -inf for columns of other blocks. Also returns the derivative of the soft
+    cap."""
     logits, slope = matmul(x, block, 1, layout.order.index("D"), dtype=sums_in(x.dtype)), None
     if layout.cap is not None:
         share = jnp.tanh(logits / layout.cap)
@@ -164,7 +166,7 @@ def _local_losses(layout: HeadLayout, x: Array, w: Array, targets: Array) -> Los
         return (higher, total, right + jnp.sum(jnp.where(ids == flat_targets[:, None], logits, 0), -1)), None
 
     dtype = sums_in(x.dtype)
-    # The lowest number instead of -inf, whose difference with itself is no number.
+    # The lowest finite number instead of -inf, because -inf minus -inf is NaN.
     nothing = jnp.zeros(len(rows), dtype)
     start = jnp.full_like(nothing, jnp.finfo(dtype).min), nothing, nothing
     (top, total, right), _ = jax.lax.scan(body, start, jnp.arange(head.number))
@@ -180,7 +182,7 @@ def _local_losses(layout: HeadLayout, x: Array, w: Array, targets: Array) -> Los
 def _local_gradients(
     layout: HeadLayout, x: Array, w: Array, targets: Array, lse: Array, of_nll: Array, of_lse: Array
 ) -> tuple[Array, Array]:
-    """d loss / d logits = (g_nll + g_lse) p - g_nll onehot(target)."""
+    """Computes gradients, with d loss / d logits = (g_nll + g_lse) p - g_nll onehot(target)."""
     rows, flat_targets, lse = x.reshape(-1, x.shape[-1]), targets.reshape(-1), lse.reshape(-1, 1)
     every, right = (of_nll + of_lse).reshape(-1, 1), of_nll.reshape(-1, 1)
     head = _blocks(layout, w, len(rows), x.dtype)
@@ -196,7 +198,7 @@ def _local_gradients(
         pair = (pull, rows) if v == 0 else (rows, pull)
         part = head.summed(matmul(*pair, 0, 0, dtype=sums_in(x.dtype)).astype(x.dtype))
         first = jnp.minimum(i * head.size, head.columns() - head.size)
-        # A block that overlaps the one before has zeros there.
+        # If a block overlaps the previous one, its gradient is zero there.
         part = part.astype(dw.dtype) + jax.lax.dynamic_slice_in_dim(dw, first, head.size, v)
         return (dx, jax.lax.dynamic_update_slice_in_dim(dw, part, first, v)), None
 
