@@ -182,8 +182,7 @@ def _product(equation: str, a: Array, b: Array) -> Array:
 
 
 def _in_chunks(a: Array, size: int) -> Array:
-    """Splits an array [B T ...] into chunks [B C size ...]. The zeros at the end, as padding, neither decay, write nor start
-    anything."""
+    """Splits an array [B T ...] into chunks [B C size ...]. The zeros at the end are padding, which changes no state."""
     B, T, *rest = a.shape
     chunks = (T + size - 1) // size
     a = jnp.pad(a, [(0, 0), (0, chunks * size - T)] + [(0, 0)] * len(rest))

@@ -7,9 +7,9 @@ t is the teacher's and s the student's distribution, softmax(logits / T), at a t
     jsd        beta KL(t || m) + (1 - beta) KL(s || m)    Agarwal et al. 2023 (GKD), arXiv:2306.13649, equation 1,
                with m = beta t + (1 - beta) s
 
-`jsd` goes to 0 as beta goes to 0 or 1. `jsd` / beta becomes `forward` at beta = 0, and `jsd` / (1 - beta) becomes `reverse` at beta =
-1. TRL's `generalized_jsd_loss` computes these two for beta = 0 and beta = 1; here they have names. In KL(p || q), a token with p = 0
-adds nothing, and a token with p > 0 and q = 0 makes the divergence infinite.
+`jsd` goes to 0 as beta goes to 0 or 1. `jsd` / beta becomes `forward` at beta = 0, and `jsd` / (1 - beta) becomes `reverse` at
+beta = 1. TRL's `generalized_jsd_loss` computes these two for beta = 0 and beta = 1; here they have names. In KL(p || q), a token with
+p = 0 adds nothing, and a token with p > 0 and q = 0 makes the divergence infinite.
 
 Of a teacher, only the log-probabilities of k tokens and the rest of the probability mass may be known. `top` computes them from logits,
 and `coarse` computes the student's distribution over the same k + 1 outcomes. A divergence over these outcomes is at most the

@@ -4,9 +4,8 @@
     x ~ bits * scale                                           int8: off by at most scale / 2
 
 `largest` is 127 for int8, 448 for fp8_e4m3 and 57344 for fp8_e5m2 (`largest_magnitude`). A scale belongs to one token. What is stored
-for a token therefore does not depend on other tokens, on the call that wrote it, or on the calibration of a model. A NaN or infinity in
-a
-vector makes the scale, and so the whole vector, NaN or infinite: an error upstream stays visible, in the token where it happened.
+for a token therefore does not depend on other tokens, on the call that wrote it, or on the calibration of a model. If a vector has a
+NaN or an infinity, the whole vector becomes NaN or infinite, so that an error upstream stays visible in the token where it happened.
 
 Values are stored as raw bits, because XLA:CPU has no scatter of 8-bit floats. It would convert the whole pool to float16 and back for
 every token that is written (27 ms instead of 0.7 for a pool of 17 MB). Scales are float32: a head of 64 features takes 68 bytes. With
@@ -73,8 +72,7 @@ def round_to_narrow(x: Float[Array, "*any H"], blocks: int, form: str) -> Narrow
     """
     parts = wide(x).reshape(*x.shape[:-1], blocks, x.shape[-1] // blocks)
     most = largest_magnitude(form)
-    # A product instead of a division by a constant: XLA may or may not rewrite the division, and programs must agree on what they
-    # store.
+    # Multiplies, because XLA may or may not rewrite a division by a constant as a product, and programs must store the same numbers.
     scale = (jnp.max(jnp.abs(parts), -1, keepdims=True) * (1 / most)).astype(jnp.float32)
     # NaN is not less than anything, so it stays NaN.
     scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, jnp.ones((), jnp.float32), scale)

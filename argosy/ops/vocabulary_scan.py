@@ -5,9 +5,8 @@
 
 Each block of the head is gathered when it is used, and its gradient is reduce-scattered at once. A step therefore gathers the head
 twice and reduces its gradient once, however many rows there are, and no device ever holds a whole head or a whole gradient. A loop over
-rows
-would do both for each chunk of rows: 512 times for 128 sequences of 4,096 tokens on 64 devices, in chunks of 16 rows per device. Logits
-are computed twice, as with checkpointing.
+rows would do both for each chunk of rows: 512 times for 128 sequences of 4,096 tokens on 64 devices, in chunks of 16 rows per device.
+Logits are computed twice, as with checkpointing.
 """
 
 from functools import partial
@@ -144,8 +143,7 @@ def _blocks(layout: HeadLayout, w: Array, rows: int, dtype: Any) -> _Blocks:
 
 
 def _logits(layout: HeadLayout, x: Array, block: Array, ids: Array) -> tuple[Array, Array | None]:
-    """Computes a block's logits [R C] in float32, with -inf for columns of other blocks. Also returns the derivative of the soft
-    cap."""
+    """Computes a block's logits [R C], with -inf for columns of other blocks. Also returns the derivative of the soft cap, if any."""
     logits, slope = matmul(x, block, 1, layout.order.index("D"), dtype=sums_in(x.dtype)), None
     if layout.cap is not None:
         share = jnp.tanh(logits / layout.cap)

@@ -1,9 +1,13 @@
 """Softmax attention: which keys a query sees, how scores are computed, and several implementations of the same function.
 
-`attention_reference` is the specification: dense, any score. `blocked` is for CPUs: causal rows in blocks that only read their prefix,
-others in a loop over blocks of queries, both with a backward pass of their own. `splash` is for TPUs, `cudnn` for NVIDIA GPUs: kernels
-that keep scores out of memory. All are implementations of the op `ATTENTION`, which takes the first of its platform that can do what
-is asked, otherwise the reference.
+    attention_reference   the specification: dense, with any score
+    blocked               for CPUs, with its own backward pass: causal attention in blocks of rows, other attention in a loop
+    splash                for TPUs: kernels that keep scores out of memory
+    cudnn                 for NVIDIA GPUs: a kernel that keeps scores out of memory
+    ring                  for sequences that are split over devices
+
+All are implementations of the op `ATTENTION`. It chooses the first implementation for the platform that can compute the call, otherwise
+the reference.
 """
 
 from collections.abc import Sequence
@@ -22,21 +26,22 @@ from argosy.ops.precision import sums_in, wide
 UNSEEN = -1e30
 # The position of a key that belongs to no row: after every query.
 NOWHERE = np.int32(2**30)
-# What a kernel's forward pass leaves for its backward pass has this name, or comes from one of these operations of JAX.
-# Rematerialization keeps it, so the kernel runs once.
+# The residuals of a kernel's backward pass have this checkpoint name, or are outputs of one of these operations of JAX.
+# Rematerialization keeps them, so that the forward kernel runs once.
 KEPT = "attention kernel"
 KEPT_PRIMITIVES = ("dot_product_attention_fwd_wrapper",)
 
 
 @dataclass(frozen=True)
 class Score:
-    """How a query and a key make a score. It is part of the layer; an implementation that cannot compute it refuses.
+    """How scores are computed from queries and keys. This depends on the layer only. Implementations that cannot compute it refuse.
 
-    window: a query sees itself and the window-1 tokens before it.
-    chunked: of these, only those in its own chunk; sequences are cut every `window` tokens (Llama 4).
-    bias: added to the scaled scores of every row (T5, arXiv:1910.10683).
-    cap: scores become cap * tanh(score / cap).
-    sinks: one more logit per head, which takes part in the softmax and has no value (gpt-oss).
+    scale: a factor on the product of query and key.
+    window: a query sees its own token and the window - 1 tokens before it. None: all earlier tokens.
+    cap: the soft cap, cap * tanh(score / cap). None: no cap.
+    sinks: an additional logit for each head, which is part of the softmax but has no value (gpt-oss).
+    chunked: whether sequences are cut into chunks of `window` tokens, and a query sees only its own chunk (Llama 4).
+    bias: is added to the scaled scores of every row (T5, arXiv:1910.10683).
     """
 
     scale: float
@@ -49,11 +54,14 @@ class Score:
 
 @dataclass(frozen=True)
 class See:
-    """Which keys a query sees: those of its own segment and, if causal, none after it.
+    """Which keys a query sees: those of its own segment and, if causal, none after itself.
 
-    aligned: queries and keys are the same tokens in the same order, at positions 0..T-1.
-    picked: of those keys, only these.
-    q_prefix: a segment that the query sees as well as its own, 0: none.
+    q_at, k_at: the positions of queries and keys.
+    q_segment, k_segment: the segments of queries and keys. None: each row is one segment.
+    causal: whether a query does not see keys at later positions.
+    aligned: whether queries and keys are the same tokens in the same order, at positions 0..T-1.
+    picked: a further mask, for sparse attention. None: no further mask.
+    q_prefix: for each query, a segment that it sees in addition to its own. 0: none.
     """
 
     q_at: Int[Array, "B T"]
@@ -78,7 +86,8 @@ class See:
 
 
 def of_segments(q: Int[Array, "B T"], k: Int[Array, "B S"], prefix: Int[Array, "B T"] | None) -> Bool[Array, "B T S"]:
-    """Which keys are of the query's segment, or of the one that is its prefix. The prefix 0 is none, also where padding has it."""
+    """Returns the mask of the keys in the query's segment or in the segment that is its prefix. 0 is no prefix; padding does not match
+    it."""
     mask = q[:, :, None] == k[:, None, :]
     return mask if prefix is None else mask | ((prefix[:, :, None] == k[:, None, :]) & (prefix > 0)[:, :, None])
 
@@ -93,17 +102,17 @@ def attention(
     *,
     lse: bool = False,
 ) -> Any:
-    """softmax(q k' * scale) v, where each of the K key heads serves N/K query heads (arXiv:2305.13245): [B T N U].
+    """Computes softmax(q k' * scale) v, [B T N U]. Each of the K key heads serves N / K query heads (arXiv:2305.13245).
 
-    A query that sees no key (padding) gets finite values without meaning. Values that no query sees must be finite.
+    The output of a query that sees no key (padding) is finite and has no meaning. Values v that no query sees must be finite.
 
     Args:
-        implementation: its name; by default the one of `op.implementations`, otherwise the first that can, best first.
-        lse: also returns the log of each query's sum of exponentials, [B T N] float32 at least, -1e30 if it sees no key.
-            `merge_attention` uses it to combine outputs over parts of the keys.
+        implementation: the name of an implementation. Default: the one of the context `op.implementations`, otherwise the op's choice.
+        lse: whether to return (output, log-sum-exp of each query's scores [B T N]) instead of the output. The log-sum-exp is float32 at
+            least, and -1e30 if the query sees no key. With it, `merge_attention` combines outputs over parts of the keys.
 
     Raises:
-        Unsupported: the named implementation cannot do this.
+        Unsupported: the requested implementation cannot compute this.
     """
     return ATTENTION.choose(q, k, v, see, score, lse, implementation=implementation).run(q, k, v, see, score, lse=lse)
 
@@ -117,7 +126,7 @@ def attention_reference(
     *,
     lse: bool = False,
 ) -> Any:
-    """Computes all scores at once, in float32 at least."""
+    """Computes attention with all scores at once, in float32 at least. Arguments as in `attention`."""
     B, T, N, H = q.shape
     K = k.shape[2]
     grouped = q.reshape(B, T, K, N // K, H)
@@ -139,7 +148,7 @@ def attention_reference(
 
 
 def merge_attention(parts: Sequence[tuple[Float[Array, "B T N U"], Float[Array, "B T N"]]]) -> tuple[Array, Array]:
-    """Attention over all keys, from (y, lse) of attention over disjoint parts of them."""
+    """Combines (output, log-sum-exp) of attention over disjoint parts of the keys to those over all keys."""
     lses = jnp.stack([lse for _, lse in parts])
     total = jax.nn.logsumexp(lses, 0)
     shares = jnp.exp(lses - total)
@@ -147,8 +156,9 @@ def merge_attention(parts: Sequence[tuple[Float[Array, "B T N U"], Float[Array, 
     return jnp.asarray(y).astype(parts[0][0].dtype), total
 
 
-# What to try first on each platform: docs/reference/kernels.md says what is known of their speed. The reference computes [B N T S]
-# scores in memory, so on TPUs and GPUs kernels are preferred to it unmeasured. `ring` refuses unless sequences are split over devices.
+# What to try first on each platform. docs/reference/kernels.md says what is known of the speed of implementations. The reference
+# computes [B N T S] scores in memory, so on TPUs and GPUs kernels are preferred to the reference without a measurement. `ring` refuses
+# unless sequences are split over devices.
 ATTENTION = Op(
     "attention",
     "attention",

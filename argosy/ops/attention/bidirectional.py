@@ -1,10 +1,10 @@
-"""Attention in both directions for CPUs, and attention to the keys of another sequence: a loop over blocks of queries, each against
-all keys, with its own backward pass.
+"""Bidirectional attention and cross-attention for CPUs: a loop over blocks of queries, each against all keys, with its own backward
+pass.
 
-The scores of an iteration stay in the caches of the processor, and no score is kept: the backward pass computes them again from each
-query's largest score and sum (arXiv:2205.14135). The gradients of keys and values are summed with the heads' sizes as rows: XLA's
-product for CPUs is ten times slower where the axis that is summed is the second last of its left side. On two cores of an AVX-512
-server, 2 x 1,024 tokens with 4 heads of 16 take 13 ms of CPU instead of 97, and 40 instead of 278 with gradients.
+The scores of an iteration stay in the processor's caches, and no scores are kept. The backward pass computes them again from each
+query's largest score and sum (arXiv:2205.14135). The gradients of keys and values are computed transposed, with the head size before
+the tokens: XLA:CPU's matrix product is ten times slower if the summed axis is the second last of its left side. On two cores of an
+AVX-512 server, 2 x 1,024 tokens with 4 heads of 16 take 13 ms of CPU time instead of 97, and 40 ms instead of 278 with gradients.
 """
 
 from functools import partial
@@ -20,21 +20,22 @@ from argosy.ops.attention import UNSEEN, Score, See, of_segments
 from argosy.ops.precision import sums_in, wide
 from argosy.parallel.scope import on_several_devices
 
-# Bytes of scores for each core in one iteration: what the second cache of most processors holds. So a machine with other cores has
-# another program, whose results differ by rounding; four times as many bytes take a quarter more CPU time at 4,096 tokens.
+# The bytes of scores for each core in one iteration, about the size of a level-2 cache. A machine with another number of cores
+# therefore has another program, whose results differ by rounding. Four times as many bytes take a quarter more CPU time at 4,096
+# tokens.
 SCORES = 1 << 20
 
-# What queries see beside their places: the segments of the blocks of queries, their prefixes, and the segments of the keys.
+# The segments of the blocks of queries, the segments that are their prefixes, and the segments of the keys.
 Segments = tuple[Int[Array, "n B rows"] | None, Int[Array, "n B rows"] | None, Int[Array, "B S"] | None]
 
 
 def bidirectional(
     q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K U"], see: See, score: Score, block: int
 ) -> Float[Array, "B T N U"]:
-    """As `attention`, for a `See` that is not causal and has no picked keys. Differentiable in reverse mode.
+    """Computes `attention` for a `See` that is not causal and has no picked keys. Differentiable in reverse mode.
 
     Args:
-        block: queries of an iteration, at most.
+        block: the most queries of an iteration.
     """
     (B, T, N, _), (S, K) = q.shape, k.shape[1:3]
     n = -(-T // block)
@@ -54,7 +55,8 @@ def bidirectional(
 
 
 def _head_groups(B: Any, K: int, bytes_of_a_head: int) -> int:
-    """How many groups of key heads are computed one after another. XLA splits the heads of several devices by itself."""
+    """Returns the number of groups of key heads that are computed one after the other. With several devices this is 1, because XLA
+    already splits the heads over devices."""
     if on_several_devices() or not isinstance(B, int):
         return 1
     most = max(1, core_count() * SCORES // (B * bytes_of_a_head))
@@ -66,12 +68,12 @@ def _grouped(a: Array, groups: int, axis: int) -> Array:
 
 
 def _rows(ids: Int[Array, "B T"], n: int, rows: int) -> Int[Array, "n B rows"]:
-    """Queries that fill up the last block are of segment 0; nobody reads what they see."""
+    """Cuts the segments of queries into n blocks. The padding of the last block has segment 0, and its results are not read."""
     return jnp.pad(ids, ((0, 0), (0, n * rows - ids.shape[1]))).reshape(-1, n, rows).transpose(1, 0, 2)
 
 
 def _blocks(x: Float[Array, "B T N H"], n: int, rows: int, K: int) -> Float[Array, "n B K rows_of_group H"]:
-    """Blocks of queries (or outputs, or their gradients), with the heads of a group stacked along the rows."""
+    """Cuts queries (or outputs, or their gradients) into n blocks, with the query heads of a key head stacked along the rows."""
     B, T, N, H = x.shape
     x = jnp.pad(x, ((0, 0), (0, n * rows - T), (0, 0), (0, 0))).reshape(B, n, rows, K, N // K, H)
     return x.transpose(1, 0, 3, 4, 2, 5).reshape(n, B, K, N // K * rows, H)
@@ -83,15 +85,17 @@ def _unblocks(x: Float[Array, "n B K rows_of_group H"], T: int, N: int) -> Float
 
 
 def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    """Batched over B and K, contracting one axis of each, summed in float32 at least."""
+    """Multiplies, batched over B and K, contracting one axis of each. Sums in float32 at least."""
     axes = (((contract[0],), (contract[1],)), ((0, 1), (0, 1)))
     return jax.lax.dot_general(a, b, axes, preferred_element_type=sums_in(a.dtype))
 
 
 def _scores(queries: Array, keys: Array, ids: tuple[Any, ...], theirs: Any, window: int | None, rows: int) -> Array:
-    """The scores of one block, [B K rows_of_group S], with `UNSEEN` for keys that a query does not see.
+    """Computes the scores of one block, [B K rows_of_group S], with `UNSEEN` for keys that a query does not see.
 
-    ids: the number of the block, and the segments and prefixes of its queries.
+    Args:
+        ids: the index of the block, and the segments and prefixes of the block's queries.
+        theirs: the segments of the keys.
     """
     s = _dot(queries, keys, (3, 3))
     number, mine, prefix = ids
@@ -133,7 +137,7 @@ def _backward(window: int | None, rows: int, residuals: Any, g: Array) -> Any:
 
     go = (wide(g) * z).astype(g.dtype)
     inner = jnp.sum(wide(go) * wide(out), -1, keepdims=True)
-    # Transposed out here: inside the loop XLA would fold it into the product, whose left side then has its summed axis second last.
+    # Transposed outside of the loop. Inside, XLA would fold the transpose into the product, which is slow (see the top of this file).
     across = queries.swapaxes(3, 4), go.swapaxes(3, 4)
 
     def of_block(sums: tuple[Array, Array], block: Any) -> tuple[tuple[Array, Array], Array]:

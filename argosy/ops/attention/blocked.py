@@ -1,9 +1,9 @@
-"""Attention for CPUs. Causal: query rows in blocks, each against only the keys it sees, with its own backward pass. `bidirectional` has
-what is not causal.
+"""Causal attention for CPUs: blocks of query rows, each against only the keys that it sees, with its own backward pass. `bidirectional`
+computes attention that is not causal.
 
-Half the scores of a causal layer are never computed (with a window, even more). The forward pass keeps unnormalized
-probabilities, so the backward pass computes no exponentials. It is exact: the sums are those of `attention.reference`. On two
-cores of an AVX-512 server a 31M model spent 543 ms a step in attention without this, and 363 ms with it.
+Half of the scores of a causal layer are never computed, and with a window even fewer are. The forward pass keeps unnormalized
+probabilities, so that the backward pass computes no exponentials. The result is exact. On two cores of an AVX-512 server, a 31M model
+spent 543 ms per step in attention with the reference, and 363 ms with this.
 """
 
 from functools import partial
@@ -20,14 +20,14 @@ from argosy.ops.attention.bidirectional import bidirectional
 from argosy.ops.op import Implementation
 from argosy.ops.precision import sums_in, wide
 
-# The segment of each token, and the one that is its prefix; None: a row is one segment, and there are no prefixes.
+# The segment of each token, and the segment that is its prefix. None: each row is one segment, or there are no prefixes.
 Segments = tuple[Int[Array, "B T"] | None, Int[Array, "B T"] | None]
 
-# Rows; measured best of 32, 64, 128 at 256 tokens.
+# The default number of rows of a block, the fastest of 32, 64 and 128 at 256 tokens.
 BLOCK = 64
-# Others that `argosy autotune` measures.
+# The numbers of rows that `argosy autotune` measures.
 SIZES = (32, 64, 128, 256, 512)
-# The program is unrolled over blocks, so longer sequences get longer blocks.
+# The most blocks. The program is unrolled over blocks, so longer sequences get longer blocks.
 MOST_BLOCKS = 16
 # With fewer queries than this, in both directions, the reference computes. A bundle with open sizes has the reference, so it equals the
 # module to the last bit for sentences.
@@ -60,7 +60,7 @@ def _blocks(q: Array, k: Array, v: Array, see: See, *_: Any) -> list[int]:
     T = q.shape[1]
     if not see.causal:
         return [size for size in SIZES if size != BLOCK and size < T]
-    # A shorter block than the least gives the same program, and one block computes all scores.
+    # Sizes below the smallest block that `MOST_BLOCKS` allows give the same program. A single block would compute all scores.
     return [size for size in SIZES if size != _block_size(T, BLOCK) and -(-T // MOST_BLOCKS) <= size < T]
 
 
@@ -68,13 +68,13 @@ BLOCKED = Implementation(_run, _refuses, _blocks)
 
 
 class _Block:
-    """One block of query rows: rows [start, stop) see keys [low, stop)."""
+    """One block of query rows. Rows start..stop-1 see keys low..stop-1."""
 
     def __init__(self, start: int, stop: int, low: int):
         self.start, self.stop, self.low = start, stop, low
 
     def visible(self, window: int | None) -> np.ndarray:
-        """[rows keys]: which keys each row sees, by position alone."""
+        """Returns the mask [rows keys] of the keys that each row sees, by position only."""
         ahead = np.arange(self.start, self.stop)[:, None] - np.arange(self.low, self.stop)[None, :]
         return (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
 
@@ -90,7 +90,7 @@ def _block_size(T: int, block: int) -> int:
 
 
 def _masked(s: Array, block: _Block, segments: Segments, window: int | None, groups: int) -> Array:
-    """Scores [B K rows keys], with `UNSEEN` for keys that a row does not see. Rows are (query head of the group, time)."""
+    """Sets scores [B K rows keys] to `UNSEEN` for keys that a row does not see. Rows are (query head of the key head, time)."""
     see = jnp.asarray(block.visible(window))[None]
     ids, prefix = segments
     if ids is not None:
@@ -102,7 +102,7 @@ def _masked(s: Array, block: _Block, segments: Segments, window: int | None, gro
 
 
 def _rows(x: Float[Array, "B T N H"], K: int, block: _Block) -> Float[Array, "B K rows H"]:
-    """One block of the queries (or outputs, or their gradients), with the heads of a group stacked along the rows."""
+    """Cuts one block out of queries (or outputs, or their gradients), with the query heads of a key head stacked along the rows."""
     B, _, N, H = x.shape
     part = x[:, block.start : block.stop].reshape(B, -1, K, N // K, H)
     return part.transpose(0, 2, 3, 1, 4).reshape(B, K, -1, H)
@@ -117,7 +117,7 @@ def _unrows(parts: list[Array], N: int) -> Float[Array, "B T N H"]:
 
 
 def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    """Batched over B and K, contracting one axis of each, summed in float32 at least."""
+    """Multiplies, batched over B and K, contracting one axis of each. Sums in float32 at least."""
     axes = (((contract[0],), (contract[1],)), ((0, 1), (0, 1)))
     return jax.lax.dot_general(a, b, axes, preferred_element_type=sums_in(a.dtype))
 
@@ -164,7 +164,7 @@ def _backward(scale: float, window: int | None, size: int, residuals: Any, g: Ar
 
 
 def _gather(parts: list[tuple[_Block, Array]], T: int) -> Float[Array, "B T K H"]:
-    """Adds up the gradients of each block's keys. The array is cut where blocks start or stop, so every piece is a slice."""
+    """Sums the gradients of all blocks' keys. The result is cut where blocks start or stop, so that every piece is a sum of slices."""
     cuts = sorted({0, T, *(b.low for b, _ in parts), *(b.stop for b, _ in parts)})
     pieces = []
     for lo, hi in pairwise(cuts):

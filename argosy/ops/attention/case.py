@@ -1,4 +1,4 @@
-"""A call of attention without its numbers: what `argosy autotune` measures, and the name that its winner is kept under."""
+"""A description of a call of attention, without data: what `argosy autotune` measures and stores a winner for."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +15,14 @@ from argosy.ops.sizes import next_power_of_two
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Shapes [B T N H], [B S K H] and [B S K U] of queries, keys and values, and what `See` and `Score` hold."""
+    """Describes a call of `attention`.
+
+    q, k, v: the shapes [B T N H], [B S K H] and [B S K U] of queries, keys and values.
+    segments, prefix, picked: whether `See` has these.
+    sinks, bias: whether `Score` has these.
+
+    The other fields are those of `See`, `Score` and `attention`.
+    """
 
     q: tuple[int, int, int, int]
     k: tuple[int, int, int, int]
@@ -48,16 +55,16 @@ class AttentionCase:
         return self.q[0]
 
     def cut(self, rows: int) -> "AttentionCase":
-        """The case with fewer rows of the batch, which do not depend on each other."""
+        """Returns the case with fewer rows of the batch."""
         return replace(self, q=(rows, *self.q[1:]), k=(rows, *self.k[1:]), v=(rows, *self.v[1:]))
 
     @property
     def reference_bytes(self) -> int:
-        """What the reference keeps for one row: scores and probabilities, and their gradients."""
+        """The memory that the reference takes for one row: scores, probabilities and the gradients of both."""
         return 16 * self.q[2] * self.q[1] * self.k[1]
 
     def arguments(self, seed: int = 0) -> tuple[tuple[Array, ...], dict[str, Array | None]]:
-        """(what is differentiated, other arrays), random."""
+        """Returns random arguments: (arrays to differentiate with respect to, other arrays by name)."""
         rng = np.random.default_rng(seed)
         q, k, v = (jnp.asarray(rng.standard_normal(shape), self.dtype) for shape in (self.q, self.k, self.v))
         (B, T, N, _), S = self.q, self.k[1]
@@ -69,7 +76,7 @@ class AttentionCase:
         return (q, k, v), {
             "q_at": rows(T),
             "k_at": rows(S),
-            # Two documents a row.
+            # Two segments in each row.
             "q_segment": rows(T, split=True) if self.segments else None,
             "k_segment": rows(S, split=True) if self.segments else None,
             "q_prefix": jnp.zeros((B, T), jnp.int32) if self.prefix else None,
@@ -79,7 +86,7 @@ class AttentionCase:
         }
 
     def described(self, inputs: tuple[Array, ...], more: dict[str, Any]) -> tuple[Any, ...]:
-        """The arguments that implementations accept or refuse."""
+        """Returns the arguments of `Implementation.refuses`, from the result of `arguments`."""
         sinks, bias = more["sinks"], more["bias"]
         rest = {name: value for name, value in more.items() if name not in ("sinks", "bias")}
         see = See(**rest, causal=self.causal, aligned=self.aligned)
@@ -92,7 +99,7 @@ class AttentionCase:
 
 
 def attention_case(q: Any, k: Any, v: Any, see: See, score: Score, lse: bool = False) -> AttentionCase | None:
-    """The case of arguments of `attention`, which may be traced; None if a size is not known."""
+    """Describes arguments of `attention`, which may be tracers. None: a size is symbolic."""
     shapes = [a.shape for a in (q, k, v)]
     if not all(isinstance(size, int) for shape in shapes for size in shape):
         return None

@@ -1,11 +1,12 @@
 """Attention for training on NVIDIA GPUs: cuDNN's kernel, as JAX calls it, in bfloat16 and float16.
 
-Plain causal attention and windows are the kernel's own. Segments are a mask of [B T T] that the kernel reads as a bias, the same for
-all heads; a window then is part of it, because the kernel's windows take no bias. The forward pass keeps its output and one float32
-for each query and head, and rematerialization keeps these too (`KEPT_PRIMITIVES`), so the kernel runs once a step.
+The kernel supports causal attention and windows. Segments are passed as a mask [B T T], which the kernel reads as a bias for all heads.
+A window is then part of the mask, because the kernel's windows allow no bias. The forward pass keeps its output and one float32 for
+each query and head. Rematerialization keeps these too (`KEPT_PRIMITIVES`), so that the forward kernel runs once per step.
 
-Its programs compile for an H100 (`tests/ops/test_attention_cudnn.py`), which does not say that they run: cuDNN builds its plans on
-the device. The call is tested against the reference with XLA in cuDNN's place. Its speed has not been measured.
+Programs with this kernel are compiled for an H100 in tests (`tests/ops/test_attention_cudnn.py`). This does not show that they run,
+since cuDNN builds its plans on the device. The call is tested against the reference with XLA in place of cuDNN. The speed has not been
+measured.
 """
 
 from functools import partial
@@ -21,9 +22,9 @@ from argosy.ops.attention.split import cannot_split, split_over_mesh
 from argosy.ops.op import Implementation
 from argosy.parallel.scope import platform
 
-# Heads are padded to a multiple of the first and may be as large as the second; larger ones depend on the GPU.
+# Heads are padded to a multiple of HEAD, and have at most LARGEST features. Whether larger heads are supported depends on the GPU.
 HEAD, LARGEST = 8, 128
-# NVIDIA's number of the oldest GPUs that have the kernel.
+# The lowest compute capability that supports the kernel.
 LEAST = 8.0
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
@@ -38,10 +39,10 @@ def cudnn(
     lse: bool = False,
     kernel: Literal["cudnn", "xla"] = "cudnn",
 ) -> Array:
-    """As `attention`, without its log-sum-exp.
+    """Computes `attention`, without log-sum-exp.
 
     Args:
-        kernel: xla computes the same call without a GPU, for tests.
+        kernel: "xla" computes the same call without a GPU, for tests.
     """
     call = partial(_call, score=score, causal=see.causal, kernel=kernel)
     segments: Any = see.q_segment
@@ -53,13 +54,13 @@ def cudnn(
 def _call(
     q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None, *, score: Score, causal: bool, kernel: Any
 ) -> Array:
-    """What one device computes."""
+    """Computes one device's rows and heads."""
     T, U = q.shape[1], v.shape[-1]
     size = -(-max(q.shape[-1], U) // HEAD) * HEAD
     window = score.window
     mask = None
     if segments is not None or (window is not None and not causal):
-        # With a mask the kernel wants an even length. No token has the segment of the padding.
+        # With a mask, the kernel needs an even length. Padding has a segment that no token has.
         behind = (0, T % 2)
         ids = jnp.zeros(q.shape[:2], jnp.int32) if segments is None else segments
         ids = jnp.pad(ids, ((0, 0), behind, *[(0, 0)] * (ids.ndim - 2)), constant_values=-1)
@@ -94,13 +95,14 @@ def _refuses(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) ->
 
 
 def _capability() -> float | None:
-    """The compute capability of the first device; None if it is no GPU, when programs are compiled for described ones."""
+    """Returns the compute capability of the first device. None if the device is not a GPU, since programs may be compiled for a
+    described GPU elsewhere."""
     capability = getattr(jax.devices()[0], "compute_capability", None)
     return None if capability is None else float(capability)
 
 
 def cudnn_refusal(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) -> str | None:
-    """Why the kernel cannot compute this on an NVIDIA GPU; None if it can."""
+    """Returns why the kernel cannot compute this on an NVIDIA GPU. None: it can."""
     if not see.aligned or see.picked is not None:
         return "only a pass over whole sequences, in which queries do not choose their keys"
     if not isinstance(q.shape[1], int):

@@ -1,16 +1,16 @@
-"""Attention over sequences that are split over devices: keys and values go round, and each device keeps its queries
-(Liu et al. 2023, arXiv:2310.01889).
+"""Ring attention over sequences that are split over devices: keys and values move around the ring of devices, and each device keeps its
+queries (Liu et al. 2023, arXiv:2310.01889).
 
-Every step computes the scores of the keys that are there and hands those keys on; outputs are merged by their log-sum-exp. The backward
-pass goes round once more, with the gradients of keys and values on the way, so a device never holds more keys than its share and one
-neighbor's.
+In every step, a device attends to the keys that it currently has and sends them to the next device. Outputs are merged by their
+log-sum-exp. In the backward pass, the gradients of keys and values move around together with the keys. A device never holds more keys
+than its own share and one neighbor's share.
 
-A causal device that holds the end of the sequence would work while the others wait. So the halves of each share are exchanged first:
-of 2n pieces, device i works on i and 2n-1-i (Brandon et al. 2023, arXiv:2311.09431, by pieces instead of stripes). Then every step
-but the first is the same two blocks of scores on every device, all of which are seen. With a window the shares stay where they are,
-and only the steps within the window are taken.
+With causal attention, the device with the end of the sequence would work while the others wait. The sequence is therefore cut into 2n
+pieces for n devices, and halves are exchanged first so that device i works on pieces i and 2n-1-i (Brandon et al. 2023,
+arXiv:2311.09431, by pieces instead of stripes). Every step but the first is then two blocks of scores on every device, all of which are
+seen. With a window, shares stay where they are, and only the steps within the window are taken.
 
-Scores exist for `QUERIES` queries at a time. Soft caps and sinks are computed too; a bias is not.
+Scores exist for `QUERIES` queries at a time. Soft caps and sinks are supported; a bias is not.
 """
 
 from functools import partial
@@ -29,15 +29,15 @@ from argosy.ops.precision import sums_in, wide
 from argosy.parallel.scope import activation_spec, axis_sizes, splits
 
 AXIS = "context"
-# Queries whose scores exist at a time.
+# The number of queries whose scores exist at a time.
 QUERIES = 512
 
 
 class RingCall(NamedTuple):
     """The constants of a call.
 
-    n: devices of the ring.
-    causal, window, scale, cap: as in `Score` and `See`.
+    n: the number of devices in the ring.
+    causal, window, scale, cap: as in `See` and `Score`.
     """
 
     n: int
@@ -51,12 +51,16 @@ class RingCall(NamedTuple):
         return self.causal and self.window is None
 
     def steps(self, each: int) -> int:
-        """Steps after which no query sees the keys any more; `each`: the tokens of a share."""
+        """Returns the number of steps after which no query sees the keys anymore, with `each` tokens in a device's share."""
         return min(self.n, -(-(self.window - 1) // each) + 1) if self.causal and self.window is not None else self.n
 
 
 class Keys(NamedTuple):
-    """Keys and values on their way, with their places in the sequence and their segments."""
+    """Keys and values that move around the ring.
+
+    at: their positions in the sequence.
+    segments: their segments.
+    """
 
     k: Float[Array, "B S K H"]
     v: Float[Array, "B S K U"]
@@ -65,7 +69,12 @@ class Keys(NamedTuple):
 
 
 class RingQueries(NamedTuple):
-    """Queries with all that their backward pass reads. lse and delta: [B T N], only there."""
+    """Queries of a device, with further inputs of the backward pass.
+
+    at, segments: the positions and segments of the queries.
+    g: the gradient of the output. Only in the backward pass.
+    lse, delta: [B T N], the log-sum-exp of scores, and the sum of g y over features. Only in the backward pass.
+    """
 
     q: Float[Array, "B T N H"]
     at: Int[Array, " T"]
@@ -92,12 +101,12 @@ def ring(
     *,
     lse: bool = False,
 ) -> Any:
-    """As `attention`, over the mesh in scope."""
+    """Computes `attention` over sequences that the mesh in scope splits."""
     rule = RingCall(axis_sizes()[AXIS], see.causal, score.window, score.scale, score.cap)
     segments = see.q_segment if see.q_segment is not None else jnp.ones(q.shape[:2], jnp.int32)
     queries, keys = activation_spec("B T N H", q.shape), activation_spec("B T K H", k.shape)
     rows = activation_spec("B T", q.shape[:2])
-    # Query heads go with their key heads: both are split over the same devices, or neither is.
+    # Query heads must be on the devices of their key heads, so both are split over the same devices, or neither is.
     heads = keys[2] if keys[2] == queries[2] else None
     four, three = PartitionSpec(*rows, heads, None), PartitionSpec(*rows, heads)
     sinks = None if score.sinks is None else wide(score.sinks)
@@ -137,7 +146,7 @@ def _local(rule: RingCall, q: Array, k: Array, v: Array, segments: Array, sinks:
 def _forward(rule: RingCall, q: Array, k: Array, v: Array, segments: Array, sinks: Array) -> Any:
     mine, keys = _in_ring_order(rule, RingQueries(*_bound(q, segments)), k, v)
     y, lse = _attend_all(rule, mine, keys, lambda part, keys: _attended(rule, part, keys))
-    # A sink is one more score, without a value.
+    # A sink is an additional score without a value.
     total = jnp.logaddexp(lse, sinks)
     y = y * jnp.exp(lse - total)[..., None]
     out = _restored(rule, y.astype(v.dtype)), _restored(rule, total)
@@ -147,7 +156,7 @@ def _forward(rule: RingCall, q: Array, k: Array, v: Array, segments: Array, sink
 def _backward(rule: RingCall, residuals: Any, g: tuple[Array, Array]) -> Any:
     q, k, v, segments, sinks, y, lse = residuals
     dy, dlse = g
-    # Of softmax: dscore = p (g v' - delta), with delta = sum(g y), less the gradient of the log-sum-exp itself.
+    # The gradient of softmax is dscore = p (g v' - delta), with delta = sum(g y) minus the gradient of the log-sum-exp itself.
     delta = jnp.sum(wide(dy) * wide(y), -1) - dlse
     dsinks = -jnp.sum(jnp.exp(sinks - lse) * delta, (0, 1))
     dsinks = jnp.where(jnp.isfinite(sinks), dsinks, 0)
@@ -161,8 +170,11 @@ _local.defvjp(_forward, _backward)
 
 
 def _bound(q: Array, segments: Array) -> tuple[Array, Array, Array]:
-    """Queries, their places and segments, which then seem to depend on the queries. They are the same in all layers, so JAX would
-    compute the masks of all blocks of scores once, before the layers, and keep them: 41 GB at 131,072 tokens over 8 devices."""
+    """Returns queries, positions and segments such that positions and segments seem to depend on the queries.
+
+    Otherwise, since they are the same in all layers, JAX would compute the masks of all blocks of scores once, before the layers, and
+    keep them: 41 GB at 131,072 tokens over 8 devices.
+    """
     return lax.optimization_barrier((q, _places(q.shape[1]), segments))
 
 
@@ -178,7 +190,7 @@ def _turned(n: int, tree: Any) -> Any:
 
 
 def _in_ring_order(rule: RingCall, mine: RingQueries, k: Array, v: Array) -> tuple[RingQueries, Keys]:
-    """Queries and keys where they are worked on: balanced, the earlier piece first."""
+    """Moves queries and keys to the devices that work on them. If the call is balanced, a device then has its earlier piece first."""
     keys = Keys(k, v, mine.at, mine.segments)
     if not rule.balanced:
         return mine, keys
@@ -186,13 +198,13 @@ def _in_ring_order(rule: RingCall, mine: RingQueries, k: Array, v: Array) -> tup
 
 
 def _routes(n: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """The (source, target) devices of the first halves, and of the second halves."""
+    """Returns the (source, target) pairs of devices, for the first halves and for the second halves of shares."""
     to = lambda piece: piece if piece < n else 2 * n - 1 - piece  # noqa: E731
     return [(i, to(2 * i)) for i in range(n)], [(i, to(2 * i + 1)) for i in range(n)]
 
 
 def _axis_of(a: Array) -> int:
-    """The axis of tokens: the only one of places, the second of everything else."""
+    """Returns the axis of tokens: the only axis of positions, and the second axis of all other arrays."""
     return 0 if a.ndim == 1 else 1
 
 
@@ -200,7 +212,7 @@ def _exchanged(n: int, a: Array) -> Array:
     axis = _axis_of(a)
     even, odd = _routes(n)
     first, second = (lax.ppermute(half, AXIS, route) for half, route in zip(jnp.split(a, 2, axis), (even, odd)))
-    # Device i has pieces i and 2n-1-i, one of which is even: i itself on even devices.
+    # Device i gets pieces i and 2n-1-i. One of them has an even number, on even devices piece i.
     is_even = lax.axis_index(AXIS) % 2 == 0
     low, high = jnp.where(is_even, first, second), jnp.where(is_even, second, first)
     return jnp.concatenate([low, high], axis)
@@ -222,7 +234,7 @@ def _restored(rule: RingCall, a: Array) -> Array:
 
 
 def _attend_all(rule: RingCall, mine: RingQueries, keys: Keys, of: Any) -> tuple[Array, Array]:
-    """(y, lse) of all queries over all keys, float32 at least."""
+    """Computes (output, log-sum-exp) of this device's queries over all keys, in float32 at least."""
     y, lse = of(mine, keys)
 
     def step(carry: Any, i: Array) -> Any:
@@ -236,13 +248,14 @@ def _attend_all(rule: RingCall, mine: RingQueries, keys: Keys, of: Any) -> tuple
 
 
 def _merge_step(rule: RingCall, mine: RingQueries, keys: Keys, i: Array, y: Array, lse: Array, of: Any) -> tuple[Array, Array]:
-    """The outputs so far merged with those over keys that have made i steps."""
+    """Merges the outputs so far with those over the keys that have made i steps."""
     if not rule.balanced:
         return _merge((y, lse), of(mine, keys))
     low, high = slice(0, mine.q.shape[1] // 2), slice(mine.q.shape[1] // 2, None)
-    # The later queries see the earlier keys of every other device, wherever they come from.
+    # The later piece of queries sees the earlier piece of keys of every other device.
     upper = _merge((y[:, high], lse[:, high]), of(mine.cut(high), _cut(keys, low)))
-    # Keys from an earlier device are all before the earlier queries too; of a later one, all are before the later queries.
+    # From an earlier device, the earlier piece of keys is also before the earlier queries. From a later device, both pieces of keys are
+    # before the later queries.
     earlier = lax.axis_index(AXIS) >= i
     select, pick = (lambda a, b: jax.tree.map(partial(jnp.where, earlier), a, b)), jnp.where
     more = of(select(mine.cut(low), mine.cut(high)), select(_cut(keys, low), _cut(keys, high)))
@@ -263,7 +276,7 @@ def _merge(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array
 
 
 def _round_again(rule: RingCall, mine: RingQueries, keys: Keys) -> tuple[Array, Array, Array]:
-    """The gradients of queries, keys and values. The gradients of keys and values travel with them, the whole way round."""
+    """Computes the gradients of queries, keys and values. Those of keys and values move around the ring together with the keys."""
     half = mine.q.shape[1] // 2
     low, high = slice(0, half), slice(half, None)
     dq, dk, dv = _gradients(rule, mine, keys)
@@ -287,7 +300,7 @@ def _round_again(rule: RingCall, mine: RingQueries, keys: Keys) -> tuple[Array, 
 
     steps = rule.steps(mine.q.shape[1])
     (dq, (_, dk, dv)), _ = lax.scan(step, (dq, (keys, dk, dv)), jnp.arange(1, steps, dtype=jnp.int32))
-    # Home again: what is left of the round.
+    # Sends the gradients of keys and values back to the devices of those keys, over the rest of the ring.
     home = [(i, (i - (steps - 1)) % rule.n) for i in range(rule.n)]
     return dq, *(lax.ppermute(a, AXIS, home) for a in (dk, dv))
 
@@ -296,7 +309,7 @@ def _round_again(rule: RingCall, mine: RingQueries, keys: Keys) -> tuple[Array, 
 
 
 def _scores(rule: RingCall, part: RingQueries, keys: Keys) -> tuple[Array, Array]:
-    """[B K G T S] after the cap, and which are seen."""
+    """Computes scores [B K G T S] after the soft cap. Also returns the mask of the scores that are seen."""
     B, T, N, H = part.q.shape
     K = keys.k.shape[2]
     grouped = part.q.reshape(B, T, K, N // K, H)
@@ -314,7 +327,7 @@ def _scores(rule: RingCall, part: RingQueries, keys: Keys) -> tuple[Array, Array
 
 
 def _attended(rule: RingCall, part: RingQueries, keys: Keys) -> tuple[Array, Array]:
-    """(y [B T N U], lse [B T N]) of queries over these keys; a query that sees none of them has 0 and `UNSEEN`."""
+    """Computes (output [B T N U], log-sum-exp [B T N]) over these keys. A query that sees none of them gets 0 and `UNSEEN`."""
 
     def block(part: RingQueries) -> tuple[Array, Array]:
         s, seen = _scores(rule, part, keys)
@@ -332,7 +345,7 @@ def _attended(rule: RingCall, part: RingQueries, keys: Keys) -> tuple[Array, Arr
 
 
 def _gradients(rule: RingCall, part: RingQueries, keys: Keys) -> tuple[Array, Array, Array]:
-    """What these queries and keys add to the gradients of queries, keys and values, float32 at least."""
+    """Computes what these queries and keys contribute to the gradients of queries, keys and values, in float32 at least."""
     kind = sums_in(part.q.dtype)
 
     def block(sums: Any, part: RingQueries) -> Any:
@@ -362,7 +375,7 @@ def _gradients(rule: RingCall, part: RingQueries, keys: Keys) -> tuple[Array, Ar
 
 
 def _blocks(T: int) -> int:
-    """How many blocks of queries, all of one length."""
+    """Returns the number of blocks that T queries are cut into, all of equal length."""
     return next(n for n in range(-(-T // QUERIES), T + 1) if T % n == 0)
 
 

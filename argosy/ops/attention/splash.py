@@ -1,13 +1,13 @@
-"""Attention for training on TPUs: JAX's splash kernels, which skip blocks of scores that nobody sees (arXiv:2205.14135).
+"""Attention for training on TPUs: JAX's splash kernels, which skip blocks of scores that no query sees (arXiv:2205.14135).
 
-They take whole sequences: causal or not, with windows, soft caps, sinks, segments, shared key heads, and values of another size
-than keys. Scores never reach memory: the forward pass keeps its output and one float32 for each query and head, from which the
-backward pass computes the probabilities again. Both carry the name `KEPT`, so rematerialization keeps them and the forward kernel
-runs once a step.
+The kernels take whole sequences, causal or not, with windows, soft caps, sinks, segments, grouped queries, and values of another size
+than keys. Scores are never written to memory. The forward pass keeps its output and one float32 for each query and head, from which the
+backward pass computes the probabilities again. Both have the checkpoint name `KEPT`, so rematerialization keeps them and the forward
+kernel runs once per step.
 
-Queries are multiplied by the scale before the kernel, in their own type; with bfloat16 that is one more rounding than the
-reference has. Sequences are padded to whole blocks, and heads to a multiple of 64, for which JAX tests the kernels. Nothing here
-was timed on a TPU: `bench/splash_blocks.py` tells what libtpu's compiler says of the blocks.
+Queries are multiplied by the scale before the kernel, in their own dtype. In bfloat16, this is one more rounding than in the reference.
+Sequences are padded to whole blocks, and heads to a multiple of 64, the sizes for which JAX tests the kernels. Nothing here was timed
+on a TPU. `bench/splash_blocks.py` counts the instructions that libtpu's compiler schedules for a block.
 """
 
 from functools import cache, partial
@@ -42,14 +42,14 @@ def splash(
     interpret: bool = False,
     block: int | None = None,
 ) -> Any:
-    """As `attention`, but with `lse` it has no gradient.
+    """Computes `attention`. With `lse`, the result cannot be differentiated.
 
     Args:
-        block: the side of the kernels' blocks; None: as `splash_blocks` chooses.
-        interpret: computes the kernels with XLA, for tests.
+        interpret: whether to run the kernels in interpret mode, for tests.
+        block: the side of the kernels' blocks. None: the choice of `splash_blocks`.
 
     Raises:
-        Unsupported: it is differentiated with `lse`.
+        Unsupported: the result with `lse` is differentiated.
     """
     if lse:
         q, k, v = map(_without_gradient, (q, k, v))
@@ -71,7 +71,7 @@ def _call(
     q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None,
     *, score: Score, causal: bool, lse: bool, interpret: bool, side: int | None = None,
 ) -> Any:  # fmt: skip
-    """What one device computes."""
+    """Computes one device's rows and heads."""
     from jax.experimental.pallas.ops.tpu import splash_attention as kernels
 
     T, N, U = q.shape[1], q.shape[2], v.shape[-1]
@@ -79,7 +79,7 @@ def _call(
     head = max(a.shape[-1] + more for a, more in zip((q, k, v), wider))
     block = side or block_of(T, score.window, causal, head, q.dtype.itemsize, device_kind())
     length = -(-T // block) * block
-    # A window of w tokens is the token itself and w-1 before it; without causality also w-1 behind it.
+    # A window of w tokens is the query's own token and the w-1 tokens before it, and if not causal also the w-1 tokens after it.
     reach = None if score.window is None else score.window - 1
     kind = kernels.FullMask if reach is None and not causal else partial(_band(), window_size=(reach, 0 if causal else reach), offset=0)
     kernel: Any = kernels.make_splash_mha(
@@ -100,7 +100,7 @@ def _call(
     ]
     ids = None
     if segments is not None or (length > T and not causal):
-        # No token has the segment of the padding. Causal queries do not see what is behind them.
+        # Padding has a segment that no token has. Causal queries do not see padding, which comes after them.
         ids = jnp.zeros(q.shape[:2], jnp.int32) if segments is None else segments
         ids = jnp.pad(ids, ((0, 0), behind), constant_values=-1)
         ids = kernels.SegmentIds(ids, ids)
@@ -111,15 +111,18 @@ def _call(
 
 @cache
 def _band() -> Any:
-    """JAX's class of windows, faster: it is asked for every block while a program is traced, 37 s for 131,072 tokens, only to find
-    that most are seen whole or not at all."""
+    """Returns a faster version of JAX's class of window masks.
+
+    During tracing, JAX asks for the mask of every block, which takes 37 s for 131,072 tokens. Most blocks are seen wholly or not at
+    all, and this class then returns a mask of one element.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import LocalMask
 
     class Band(LocalMask):
         def __getitem__(self, at: Any) -> np.ndarray:
             (rows, keys), (left, right) = at, self.window_size
             assert right is not None
-            # Of the differences between a query and a key of the block, the least and the largest.
+            # The smallest and the largest difference of the positions of a query and a key in the block.
             least, most = rows.start - (keys.stop - 1), rows.stop - 1 - keys.start
             low, high = -right, most if left is None else left
             if low <= least and most <= high:
@@ -138,7 +141,7 @@ def _refuses(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) ->
 
 
 def splash_refusal(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) -> str | None:
-    """Why the kernels cannot compute this on a TPU; None if they can."""
+    """Returns why the kernels cannot compute this on a TPU. None: they can."""
     if not see.aligned or see.picked is not None:
         return "only a pass over whole sequences, in which queries do not choose their keys"
     if not isinstance(q.shape[1], int):
@@ -153,7 +156,7 @@ def splash_refusal(q: Array, k: Array, v: Array, see: See, score: Score, lse: bo
 
 
 def _blocks(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) -> list[int]:
-    """The sides that splash_blocks knows, except the one that it chooses."""
+    """Returns the block sides that `splash_blocks` knows, except the one that it chooses."""
     T, head = q.shape[1], max(-(-a.shape[-1] // HEAD) * HEAD for a in (q, v))
     default = block_of(T, score.window, see.causal, head, q.dtype.itemsize, device_kind())
     return [side for side in INSTRUCTIONS[LIKE][0] if side != default and side < 2 * T]

@@ -1,7 +1,7 @@
-"""Attention kernels on a mesh: each device computes its own rows and heads. XLA cannot split a kernel by itself.
+"""Attention kernels on a mesh: each device computes its own rows and heads, since XLA cannot split a kernel by itself.
 
-Rows are split as the rules in scope split a batch, heads as they split query heads. Where more devices share heads than there are
-key heads, each key head is copied to the devices that need it.
+The rules in scope split rows as they split a batch, and heads as they split query heads. If heads are split over more devices than
+there are key heads, each key head is copied to the devices that need it.
 """
 
 import math
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from argosy.parallel.scope import activation_spec, axes_in, axis_sizes, on_several_devices
 
-# (q, k, v, segments, sinks) -> y, or with log-sum-exps (y, lse).
+# A function (q, k, v, segments, sinks) that returns the output, or (output, log-sum-exp).
 Kernel = Callable[[Array, Array, Array, Array | None, Array | None], Any]
 
 
@@ -29,7 +29,12 @@ def split_over_mesh(
     *,
     lse: bool = False,
 ) -> Any:
-    """What the kernel gives, computed by the devices of the mesh in scope. segments: also with the prefix of each, [B T 2]."""
+    """Runs a kernel on the devices of the mesh in scope, each with its own rows and heads.
+
+    Args:
+        segments: the segment of each token, or [B T 2] with the segment that is its prefix as well.
+        lse: whether the kernel returns (output, log-sum-exp).
+    """
     if not on_several_devices():
         return kernel(q, k, v, segments, sinks)
     rows, _, heads, _ = activation_spec("B T N H", q.shape)
@@ -43,7 +48,7 @@ def split_over_mesh(
 
 
 def cannot_split(q: Array, k: Array) -> str | None:
-    """Why the devices of the mesh in scope cannot share this; None if they can."""
+    """Returns why the devices of the mesh in scope cannot split this call. None: they can."""
     if not on_several_devices():
         return None
     if activation_spec("B T N H", q.shape)[1]:

@@ -1,8 +1,11 @@
 """The grouped matrix product of a mixture of experts: rows sorted by expert, each group times its own weight.
 
-`ragged_dot` is XLA's own and the default on GPUs. On a CPU XLA multiplies every row by every expert, so the default there is
-`blocked`, which only does the necessary work. On a TPU it does so for the gradient of the weights, so the default there is `megablox`
-(Pallas kernels of JAX). `tokamax` is used by name only. This module knows nothing of routing.
+    ragged_dot   XLA's own implementation, the default on GPUs
+    blocked      the default on CPUs, where XLA multiplies every row by every expert
+    megablox     Pallas kernels of JAX, the default on TPUs, where XLA does so for the gradient of the weights
+    tokamax      a separate package; only used if it is requested by name
+
+This module knows nothing of routing.
 """
 
 from collections.abc import Callable
@@ -17,20 +20,23 @@ from argosy.ops.op import Implementation, Op
 def grouped_matmul(
     x: Float[Array, "X D"], w: Real[Array, "E D M"], sizes: Int[Array, "E"], *, implementation: str | None = None
 ) -> Float[Array, "X M"]:
-    """y[r] = x[r] @ w[e], where expert e owns the `sizes[e]` rows after those of expert e-1. In the type of x.
+    """Computes y[r] = x[r] @ w[e], where expert e owns the `sizes[e]` rows after those of expert e - 1.
 
-    Rows after the last group give zeros and get no gradient. Differentiable in x and, unless it has integers, in w (reverse mode
-    only). Sums are float32 at least.
+    The result has the dtype of x. Sums are float32 at least. Rows after the last group give zeros and get no gradient. Differentiable
+    in x and, unless w has integers, in w (reverse mode only).
+
+    Args:
+        implementation: the name of an implementation. Default: the op's choice.
 
     Raises:
-        Unsupported: the named implementation cannot run here.
-        UnknownName: there is no implementation of this name.
+        Unsupported: the requested implementation cannot run here.
+        UnknownName: there is no implementation of the requested name.
     """
     return GROUPED_MATMUL.choose(x, w, implementation=implementation).run(x, w, jnp.asarray(sizes, jnp.int32))
 
 
 def clear_unowned_rows(product: Callable[[Array, Array, Array], Array]) -> Callable[[Array, Array, Array], Array]:
-    """A library's product, with the rows that no expert owns set to zero in the output and in the gradient of x.
+    """Wraps a library's product so that rows that no expert owns are zero in the output and in the gradient of x.
 
     Libraries leave these rows unwritten or undefined. XLA fuses both masks with neighboring operations.
     """
@@ -43,7 +49,7 @@ def clear_unowned_rows(product: Callable[[Array, Array, Array], Array]) -> Calla
     return run
 
 
-# What is preferred was measured to be faster there: docs/log.
+# Preferred implementations were measured to be faster on their platform (docs/log).
 GROUPED_MATMUL = Op(
     "experts", "grouped matmul", prefer={"cpu": ("blocked",), "tpu": ("megablox",)}, default="ragged_dot",
     case="argosy.ops.grouped.case:grouped_case",

@@ -1,9 +1,9 @@
 """The grouped matrix product for CPUs: one expert after another, its rows in blocks, with its own backward pass.
 
-XLA:CPU lowers `ragged_dot` to every row times every expert, masked: 64 times the work with 64 experts. Here a loop runs over the
-experts that have rows. Each iteration copies one weight and multiplies it with whole blocks of 256 rows, then of 32, then of 8;
-only the last block may extend into the next group and is masked. So a few rows (decoding) read only the weights of the chosen
-experts, once each, and at most seven rows per expert are computed in vain. Trip counts depend on the routing; shapes do not.
+XLA:CPU lowers `ragged_dot` to every row times every expert, masked: 64 times the work with 64 experts. Here, a loop runs over the
+experts that have rows. Each iteration copies one weight and multiplies it with whole blocks of 256 rows, then of 32, then of 8. Only
+the last block may extend into the next group, and is masked. A few rows (decoding) therefore read only the weights of the chosen
+experts, once each, and at most seven rows per expert are computed needlessly. Trip counts depend on the routing; shapes do not.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Real
 from argosy.ops.op import Implementation
 from argosy.ops.precision import sums_in
 
-# Rows; a product of 8 rows by 512 x 256 runs at 2/3 of the speed of 256 rows.
+# Numbers of rows of a block. A product of 8 rows with a 512 x 256 weight runs at 2/3 of the speed of 256 rows.
 BLOCKS = (256, 32, 8)
 
 
@@ -43,7 +43,7 @@ def _backward(residuals: tuple[Array, Array, Array], g: Float[Array, "X M"]) -> 
 
 _blocked.defvjp(_forward, _backward)
 def _refuses(x: Array, w: Array) -> str | None:
-    """An export with open sizes is for several platforms at once."""
+    """Refuses symbolic numbers of rows: an export with symbolic sizes is for several platforms at once."""
     return None if isinstance(x.shape[0], int) else "the number of rows is not known"
 
 
@@ -51,7 +51,7 @@ BLOCKED = Implementation(_blocked, _refuses)
 
 
 def _rows_times(x: Float[Array, "X K"], w: Real[Array, "E ..."], sizes: Array, axes: tuple[int, int]) -> Array:
-    """Each row times the weight of its expert, contracting axis axes[0] of the rows and axes[1] of that weight."""
+    """Multiplies each row with the weight of its expert, contracting axis axes[0] of the rows and axes[1] of that weight."""
     width = w.shape[2 - axes[1]]
 
     def expert_rows(expert: Array, start: Array, stop: Array, out: Array) -> Array:
@@ -69,13 +69,13 @@ def _rows_times(x: Float[Array, "X K"], w: Real[Array, "E ..."], sizes: Array, a
 
 
 def _outer(x: Float[Array, "X D"], g: Float[Array, "X M"], sizes: Array) -> Float[Array, "E D M"]:
-    """The gradient of the weights, in float32 at least: x' g over the rows of each expert."""
+    """Computes the gradient of the weights, in float32 at least: x' g over the rows of each expert."""
     shape = (x.shape[1], g.shape[1])
 
     def expert_gradient(expert: Array, start: Array, stop: Array, out: Array) -> Array:
         def block(total: Array, low: Array, size: int, mine: Bool[Array, "rows 1"] | None) -> Array:
             of_x, of_g = _slice(x, low, size), _slice(g, low, size)
-            # Masks both: rows that no expert owns may contain anything, and 0 * NaN is NaN.
+            # Masks both, because rows that no expert owns may hold NaN, and 0 * NaN is NaN.
             if mine is not None:
                 of_x, of_g = jnp.where(mine, of_x, 0), jnp.where(mine, of_g, 0)
             return total + _dot(of_x, of_g, (0, 0))
@@ -87,7 +87,7 @@ def _outer(x: Float[Array, "X D"], g: Float[Array, "X M"], sizes: Array) -> Floa
 
 
 def _over_experts(compute: Callable[[Array, Array, Array, Array], Array], sizes: Array, out: Array) -> Array:
-    """`compute(expert, start, stop, out)` for each expert that has rows."""
+    """Runs out = compute(expert, start, stop, out) for each expert that has rows, which are start..stop-1."""
     stops = jnp.cumsum(sizes)
     busy = jnp.argsort(sizes == 0, stable=True)
 
@@ -99,9 +99,9 @@ def _over_experts(compute: Callable[[Array, Array, Array, Array], Array], sizes:
 
 
 def _in_blocks(block: Callable[..., Array], rows: int, start: Array, stop: Array, carry: Array) -> Array:
-    """`block(carry, low, size, mine)` over rows start..stop: whole blocks of each size, then one overlapping block.
+    """Runs carry = block(carry, low, size, mine) over the rows start..stop-1: whole blocks of each size, then one overlapping block.
 
-    The last block is moved back if it would pass the end of the array; `mine` marks the rows of this group.
+    The last block is moved back if it would exceed the array. `mine` marks the rows of this group; None in whole blocks.
     """
     *whole, last = [size for size in BLOCKS if size <= rows] or [rows]
     for size in whole:

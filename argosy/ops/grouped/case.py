@@ -1,6 +1,4 @@
-"""A call of the grouped matrix product without its numbers: what `argosy autotune` measures, and the name that its winner is kept
-under.
-"""
+"""A description of a call of the grouped matrix product, without data: what `argosy autotune` measures and stores a winner for."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +14,13 @@ from argosy.ops.sizes import next_power_of_two
 
 @dataclass(frozen=True)
 class GroupedCase:
-    """`rows` rows, and weights [E D M]; experts have as many rows as chance gives them."""
+    """Describes a call of `grouped_matmul`. In measurements, rows are distributed over experts at random.
+
+    rows: the number of rows.
+    weights: the shape [E D M] of the weights.
+    dtype: the dtype of the rows.
+    stored: the dtype of the weights.
+    """
 
     rows: int
     weights: tuple[int, int, int]
@@ -35,12 +39,13 @@ class GroupedCase:
 
     @property
     def reference_bytes(self) -> int:
-        """What a row takes where every expert multiplies it."""
+        """The memory for one row in the reference, where every expert multiplies every row."""
         E, D, M = self.weights
         return 4 * E * (D + M)
 
     def arguments(self, seed: int = 0) -> tuple[tuple[Array, ...], dict[str, Array | None]]:
-        """(what is differentiated, other arrays), random. Weights in integers have no gradient."""
+        """Returns random arguments: (arrays to differentiate with respect to, other arrays by name). Integer weights have no
+        gradient."""
         rng, E = np.random.default_rng(seed), self.weights[0]
         x = jnp.asarray(rng.standard_normal((self.rows, self.weights[1])), self.dtype)
         sizes = jnp.asarray(rng.multinomial(self.rows, np.full(E, 1 / E)), jnp.int32)
@@ -50,7 +55,7 @@ class GroupedCase:
         return (x,), {"w": jnp.asarray(rng.integers(-8, 8, self.weights), self.stored), "sizes": sizes}
 
     def described(self, inputs: tuple[Array, ...], more: dict[str, Any]) -> tuple[Any, ...]:
-        """The arguments that implementations accept or refuse."""
+        """Returns the arguments of `Implementation.refuses`, from the result of `arguments`."""
         return inputs if more["w"] is None else (*inputs, more["w"])
 
     def call(self, implementation: Implementation, inputs: tuple[Array, ...], more: dict[str, Any]) -> Array:
@@ -58,7 +63,7 @@ class GroupedCase:
 
 
 def grouped_case(x: Any, w: Any) -> GroupedCase | None:
-    """The case of arguments of `grouped_matmul`, which may be traced; None if a size is not known."""
+    """Describes arguments of `grouped_matmul`, which may be tracers. None: a size is symbolic."""
     if not all(isinstance(size, int) for size in (*x.shape, *w.shape)):
         return None
     return GroupedCase(x.shape[0], w.shape, *(jax.dtypes.canonicalize_dtype(a.dtype).name for a in (x, w)))

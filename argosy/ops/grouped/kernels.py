@@ -1,7 +1,7 @@
 """The grouped matrix product by library kernels: megablox (Pallas for TPUs, part of JAX) and Tokamax (a separate package).
 
-Both are imported on first use. Megablox has a kernel for the gradient of the weights, where XLA (libtpu 0.0.42) multiplies all rows for
-every expert: 16 times the work where a device has 16.
+Both are imported on first use. Megablox has a kernel for the gradient of the weights. XLA (libtpu 0.0.42) multiplies all rows for every
+expert there, which is 16 times the work if a device has 16 experts.
 """
 
 import importlib.util
@@ -16,9 +16,9 @@ from argosy.ops.grouped import clear_unowned_rows
 from argosy.ops.op import Implementation
 from argosy.parallel.scope import platform
 
-# The kernel needs a multiple of this, so rows are padded.
+# The number of rows of a tile. The kernel needs a multiple of it, so rows are padded.
 TILE_ROWS = 512
-# The most of D and M: a tile of bfloat16 weights takes 2 MB of the TPU's fast memory, twice.
+# The largest tile along D and M: a tile of bfloat16 weights takes 2 MB of the TPU's fast memory, twice.
 TILE_SIDES = 1024
 # Tiles are whole registers of this width.
 LANES = 128
@@ -42,19 +42,19 @@ _megablox.defvjp(_forward, _backward)
 
 
 def _rows_times(x: Float[Array, "X K"], w: Float[Array, "E ..."], sizes: Array, *, transposed: bool) -> Array:
-    """Each row times the weight of its expert, or times its transpose."""
+    """Multiplies each row with the weight of its expert, or with the weight's transpose."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
     padded, tile = _padded(x)
     sides = (w.shape[2], w.shape[1]) if transposed else w.shape[1:]
-    # The library is not written for strict types.
+    # The library does not work with strict dtype promotion.
     with jax.numpy_dtype_promotion("standard"):
         y = gmm(padded, w, sizes, x.dtype, (tile, *map(_tile, sides)), transpose_rhs=transposed, interpret=platform() != "tpu")
     return y[: len(x)]
 
 
 def _outer(x: Float[Array, "X D"], g: Float[Array, "X M"], sizes: Array) -> Float[Array, "E D M"]:
-    """The gradient of the weights: x' g over the rows of each expert."""
+    """Computes the gradient of the weights: x' g over the rows of each expert."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     (rows, tile), (of_g, _) = _padded(x), _padded(g)
@@ -64,7 +64,7 @@ def _outer(x: Float[Array, "X D"], g: Float[Array, "X M"], sizes: Array) -> Floa
 
 
 def _padded(x: Float[Array, "X K"]) -> tuple[Float[Array, "_ K"], int]:
-    """x with its rows padded to whole tiles, and the rows of a tile."""
+    """Pads the rows of x to whole tiles. Also returns the number of rows of a tile."""
     tile = min(TILE_ROWS, -(-len(x) // LANES) * LANES)
     return jnp.pad(x, ((0, -len(x) % tile), (0, 0))), tile
 
@@ -77,7 +77,7 @@ def _tokamax(x: Float[Array, "X D"], w: Float[Array, "E D M"], sizes: Int[Array,
     import tokamax  # pyright: ignore[reportMissingImports]
     from absl import flags
 
-    # Otherwise Tokamax would parse the words of this program's command line.
+    # Otherwise Tokamax would parse the command line of this program.
     if not flags.FLAGS.is_parsed():
         flags.FLAGS(["tokamax"])
     return tokamax.ragged_dot(x, w, sizes)

@@ -1,1 +1,1 @@
-"""Compiled kernels for CPUs: `kernels.cc`, how it is built, and the ops that call it."""
+"""Compiled kernels for CPUs: `kernels.cc`, the code that builds it, and the ops that call it."""

@@ -1,11 +1,11 @@
-"""Weights of few bits, packed for a CPU's products without becoming floats.
+"""Packs weights of few bits for products on a CPU, without converting them to floats.
 
     w = scale * number - minimum        a scale, and perhaps a minimum, for each block of codes along the summed axis
 
-They come from the blocks of a file (GGUF), whose products then have the bits of those with the float32 weight, or are `Quantized`
-arrays of any format: whole numbers, levels such as NF4's, floats of eight, six and four bits. Scales and minima are float32, because
-those of some types (Q4_K) are products of two numbers. A product reads a sixth to a third of the bytes of float32. This module knows no
-files: what has the blocks decodes some columns at a time.
+The weights come from the blocks of a GGUF file, or are `Quantized` arrays of any format: integers, levels such as NF4's, and floats of
+eight, six and four bits. For GGUF, products are bit-identical to those with the float32 weight. Scales and minima are float32, because
+those of some types (Q4_K) are products of two numbers. A product reads a sixth to a third of the bytes of float32. This module does not
+read files: the caller decodes some columns at a time.
 """
 
 import math
@@ -23,7 +23,7 @@ from argosy.ops.native.codes import PANEL, CodeFormat, block_groups, group_bytes
 from argosy.ops.native.products import Panels, block_counts
 from argosy.ops.quantized import Quantized, unpack_codes
 
-# Codes that are decoded at a time: temporaries of a few megabytes.
+# The number of codes that are decoded at a time, which takes a few megabytes.
 AT_ONCE = 1 << 20
 
 
@@ -31,13 +31,13 @@ def packed_blocks(
     read: Callable[[slice], IntegerBlocks], limits: tuple[int, int], shape: tuple[int, ...], inner: int, first: bool, *, like: Any =
     None
 ) -> Panels:
-    """A weight in panels, from the blocks of a file.
+    """Packs a weight from the blocks of a file.
 
     Args:
-        read: the codes of these columns.
+        read: a function that decodes the codes of a slice of columns.
         limits: the smallest and the largest code.
         shape, inner, first: as in `Panels`.
-        like: an array; the panels are tied to a device only if it is.
+        like: an array. The panels are committed to its device if the array is. None: they are not committed.
     """
     code = _code_of(limits)
 
@@ -49,10 +49,12 @@ def packed_blocks(
 
 
 def packed_bytes(columns: int, column: IntegerBlocks, limits: tuple[int, int]) -> int:
-    """The bytes of a packed weight.
+    """Computes the size of a packed weight, in bytes.
 
     Args:
+        columns: the number of columns.
         column: the codes of one column.
+        limits: the smallest and the largest code.
     """
     bits, blocks = _code_of(limits).bits, column.scale.shape[1]
     codes = blocks * block_groups(column.q.shape[1] // blocks, bits) * group_bytes(bits)
@@ -64,10 +66,10 @@ def _code_of(limits: tuple[int, int]) -> CodeFormat:
 
 
 def packed_quantized(w: Quantized, inner: int, first: bool) -> Panels | None:
-    """A quantized weight in panels, on the same device; None for codes that have no kernel.
+    """Packs a quantized weight, on the same device. None: there is no kernel for its codes.
 
     Args:
-        w: in the memory of one CPU device.
+        w: the weight, in the memory of one CPU device.
         inner, first: as in `Panels`.
     """
     if (coded := _codes_of(w)) is None:
@@ -82,7 +84,7 @@ def packed_quantized(w: Quantized, inner: int, first: bool) -> Panels | None:
     blocks = math.prod(counts[summed])
 
     def by_column(a: np.ndarray, size: int) -> np.ndarray:
-        """[columns size], of an array with the axes of the weight."""
+        """Rearranges an array with the axes of the weight to [columns size]."""
         return a.reshape(size, -1).T if first else a.reshape(-1, size)
 
     def spread(a: np.ndarray) -> np.ndarray:
@@ -100,10 +102,10 @@ def packed_quantized(w: Quantized, inner: int, first: bool) -> Panels | None:
 
 
 def packed_experts(w: Quantized, inner: int, first: bool) -> Panels | None:
-    """The quantized weights of experts, which are along the first axis, in panels; None for codes that have no kernel.
+    """Packs the quantized weights of experts. The first axis is that of experts. None: there is no kernel for their codes.
 
     Args:
-        w, inner, first: as in `packed_quantized`; axes are those of one expert.
+        w, inner, first: as in `packed_quantized`. `inner` and `first` are about the axes of one expert's weight.
     """
     names = [name for name in ("values", "scale", "minimum", "outer") if getattr(w, name) is not None]
     arrays, experts = {name: np.asarray(getattr(w, name)) for name in names}, list[Panels]()
@@ -123,19 +125,19 @@ def packed_experts(w: Quantized, inner: int, first: bool) -> Panels | None:
 
 
 def _codes_of(w: Quantized) -> tuple[np.ndarray, CodeFormat] | None:
-    """The codes of a quantized weight, one in a byte, and what they stand for."""
+    """Returns the codes of a quantized weight, one in a byte, and their format. None: there is no kernel for them."""
     host = np.asarray(unpack_codes(w.values, w.packed, w.bits) if w.packed else w.values)
     if w.levels is not None:
         levels = np.asarray(w.levels, np.float32)
         if len(levels) <= 16:
             return host, CodeFormat(4, 0, "levels", (*w.levels, *[0.0] * (16 - len(levels))))
-        # Floats of six bits are floats of eight bits, too.
+        # Every 6-bit float is also an 8-bit float.
         wide = levels.astype(ml_dtypes.float8_e4m3fn)
         return (wide.view(np.uint8)[host], CodeFormat(8, 0, "e4m3")) if (wide.astype(np.float32) == levels).all() else None
     if host.dtype == np.int8:
         return host.view(np.uint8) ^ np.uint8(128), CodeFormat(8, 128 + w.zero)
     if host.dtype == np.uint8:
-        # A code of few bits that shares no byte has the same numbers.
+        # Codes of few bits may also be stored one in a byte.
         bits = w.bits if w.packed else {8: 4, 2: 2}.get(w.zero, 8)
         return host, CodeFormat(bits, w.zero)
     for name, kind in (("e4m3", ml_dtypes.float8_e4m3fn), ("e5m2", ml_dtypes.float8_e5m2)):
@@ -153,10 +155,10 @@ def _packed(
     like: Any,
     shape: tuple[int, ...] | None = None,
 ) -> Panels:
-    """A weight in panels.
+    """Packs a weight.
 
     Args:
-        read: the codes, scales and minima of these columns, [columns summed] and [columns blocks].
+        read: a function that returns codes [columns summed], scales and minima [columns blocks] of a slice of columns.
     """
     summed = math.prod(sizes[:inner] if first else sizes[len(sizes) - inner :])
     columns = math.prod(sizes) // summed
@@ -178,11 +180,11 @@ def _packed(
 
 
 def _whole_panels(a: np.ndarray) -> np.ndarray:
-    """[columns n], filled up with zeros to whole panels."""
+    """Pads an array [columns n] with zeros to whole panels."""
     rest = -len(a) % PANEL
     return np.concatenate([a, np.zeros((rest, a.shape[1]), a.dtype)]) if rest else a
 
 
 def _in_panels(a: np.ndarray | None) -> np.ndarray | None:
-    """[columns n] as [panels n PANEL]."""
+    """Rearranges an array [columns n] to [panels n PANEL]."""
     return None if a is None else _whole_panels(a).reshape(-1, PANEL, a.shape[1]).transpose(0, 2, 1)

@@ -1,7 +1,7 @@
-"""How codes of few bits lie in panels for the products of a CPU (`codes.h`), and what they stand for.
+"""The layout of codes of few bits in panels, for products on a CPU (`codes.h`), and the numbers that codes stand for.
 
-A group has four codes of each of 32 columns, eight where they have two bits, and the four codes of a column are neighbors. Columns c
-and c + 16 share bytes where codes have less than eight bits, and so do the two halves of a group of two bits.
+A panel has 32 columns. A group holds four codes of each column, or eight if codes have two bits. Four codes of a column are neighbors.
+If codes have fewer than eight bits, columns c and c + 16 share bytes. With two bits, so do the two halves of a group.
 """
 
 from dataclasses import dataclass
@@ -12,21 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
-# Columns of a panel; `PANEL` in tiles.h.
+# The number of columns of a panel, equal to `PANEL` in tiles.h.
 PANEL = 32
-# The types of floats of eight bits, by the name that the kernels' `numbers` has.
+# The dtypes of 8-bit floats, by their name in `CodeFormat.numbers`.
 FLOATS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 NUMBERS = ("whole", "levels", *FLOATS)
 
 
 @dataclass(frozen=True)
 class CodeFormat:
-    """What the codes of a weight stand for.
+    """The numbers that the codes of a weight stand for.
 
-    bits: the room of a code: 8, 4 or 2.
-    zero: what is subtracted from whole numbers.
-    numbers: `whole` numbers from 0 on, places in `levels`, or the bits of a float: `e4m3`, `e5m2`.
-    levels: 16 numbers.
+    bits: the number of bits of a code: 8, 4 or 2.
+    zero: the zero point, which is subtracted from integers.
+    numbers: the meaning of codes. whole: unsigned integers; levels: indexes of `levels`; e4m3, e5m2: the bits of an 8-bit float.
+    levels: the 16 numbers that codes stand for, if `numbers` is levels.
     """
 
     bits: int
@@ -35,7 +35,7 @@ class CodeFormat:
     levels: tuple[float, ...] = ()
 
     def decoded(self, codes: UInt8[Array, "*any"]) -> Float[Array, "*any"]:
-        """The numbers, float32."""
+        """Converts codes to numbers, in float32, without scales."""
         if self.numbers == "whole":
             return (codes.astype(jnp.int32) - self.zero).astype(jnp.float32)
         if self.numbers == "levels":
@@ -44,25 +44,25 @@ class CodeFormat:
 
 
 def group_depth(bits: int) -> int:
-    """The codes of a column in a group."""
+    """Returns the number of codes of a column in a group."""
     return 8 if bits == 2 else 4
 
 
 def group_bytes(bits: int) -> int:
-    """The bytes of a group."""
+    """Returns the number of bytes of a group."""
     return PANEL * group_depth(bits) * bits // 8
 
 
 def block_groups(block: int, bits: int) -> int:
-    """The groups of a block; the last one is filled up."""
+    """Returns the number of groups of a block of `block` codes. The last group is padded."""
     return -(-block // group_depth(bits))
 
 
 def panel_layout(codes: np.ndarray, blocks: int, bits: int) -> np.ndarray:
-    """Codes [columns summed] of whole panels as [panels groups bytes].
+    """Rearranges codes [columns summed] of whole panels to [panels groups bytes].
 
     Args:
-        blocks: of equal length along the summed axis, each of which begins a group.
+        blocks: the number of equal blocks along the summed axis. Each block begins a new group.
     """
     panels, block, deep = len(codes) // PANEL, codes.shape[1] // blocks, group_depth(bits)
     parts = codes.reshape(panels, PANEL, blocks, block)
@@ -79,11 +79,11 @@ def panel_layout(codes: np.ndarray, blocks: int, bits: int) -> np.ndarray:
 
 
 def some_codes(values: Array, panel: Any, column: Any, blocks: int, block: int, bits: int) -> UInt8[Array, "... summed"]:
-    """The codes of some columns of a weight that was laid out.
+    """Reads the codes of some columns from the layout of `panel_layout`.
 
     Args:
-        panel, column: the panel of each, and the column there.
-        blocks, block: how many blocks there are along the summed axis, and the codes of each.
+        panel, column: the panel of each column, and the index of the column within that panel.
+        blocks, block: the number of blocks along the summed axis, and the number of codes of each block.
     """
     width = PANEL if bits == 8 else PANEL // 2
     fields = values.reshape(*values.shape[:2], width, 4)[panel, :, column % width]

@@ -1,11 +1,11 @@
 """Builds the kernels with this machine's C++ compiler, once, and registers them with XLA.
 
-    library.load()        at the start of what wants it: builds if need be, 10 to 20 seconds on two cores
+    library.load()        loads the kernels; builds them first if needed, which takes 10 to 20 seconds on two cores
     library.unavailable() why programs may not call the kernels; "" if they may
 
-The library lies in `argosy/native` under ~/.cache ($XDG_CACHE_HOME), under a name made of everything that decides its content:
-source, headers, compiler, flags and processor. Nothing is downloaded. Without a compiler, with $ARGOSY_NATIVE=0, or where building
-fails, programs use what XLA has, which computes the same to rounding. Nothing here runs on import.
+The library is stored in `argosy/native` under ~/.cache ($XDG_CACHE_HOME). Its name is a hash of everything that decides its content:
+source, headers, compiler, flags and processor. Nothing is downloaded. Without a compiler, with $ARGOSY_NATIVE=0, or if building fails,
+programs use XLA's operations, whose results are equal up to rounding. Nothing here runs on import.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ from argosy.core.progress import Say, telling
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cc", "blocks.cc", "integers.cc", "matrix.cc"))
 HEADERS = tuple(Path(__file__).with_name(name) for name in ("codes.h", "parallel.h", "tiles.h"))
-# XLA's names for the kernels: symbols of the library too.
+# The names of the kernels in XLA, which are also symbols of the library.
 KERNELS = (
     "argosy_product", "argosy_blocks_product", "argosy_integer_product", "argosy_paged_attention", "argosy_matrix_product",
 )  # fmt: skip
@@ -39,25 +39,26 @@ LINKED = ("-shared",)
 TIMEOUT_S = 120
 
 _lock = threading.Lock()
-# None: not tried yet. Otherwise why the kernels cannot be used, "" if they can.
+# Why the kernels cannot be used; "" if they can, None if loading has not been tried.
 _reason: str | None = None
 _library: ctypes.CDLL | None = None
 
 
 def unavailable() -> str:
-    """Why programs may not call the kernels; "" if they may."""
+    """Returns why programs may not call the kernels; "" if they may."""
     return "the kernels were not loaded" if _reason is None else _reason
 
 
 def failure() -> str:
-    """Why loading the kernels failed; "" if it did not, or nobody asked for them (several devices)."""
+    """Returns why loading the kernels failed; "" if it did not fail, or if nothing tried to load them (with several devices)."""
     return _reason or ""
 
 
 def load(say: Say | None = None) -> str:
-    """Builds and loads the kernels, once in a process. Returns why they cannot be used, "" if they can.
+    """Builds and loads the kernels, once in a process. Returns why they cannot be used; "" if they can.
 
-    say: called with what is done, if it takes longer than a second.
+    Args:
+        say: is called with a sentence about what is done, if it takes longer than a second.
     """
     global _reason, _library
     with _lock:
@@ -78,19 +79,19 @@ def load(say: Say | None = None) -> str:
 
 
 def has_amx() -> bool:
-    """Whether the kernels are loaded and may use matrix units (AMX)."""
+    """Whether the kernels are loaded and the processor has matrix units (AMX) that they may use."""
     return _library is not None and bool(_library.argosy_has_amx())
 
 
 class Unavailable(Exception):
-    """Why there are no kernels."""
+    """The kernels cannot be built or loaded. The message says why."""
 
 
 def built_library() -> Path:
-    """The library, built if it is not there yet.
+    """Returns the path of the library, which is built if it does not exist.
 
     Raises:
-        Unavailable: it is turned off, or cannot be built here.
+        Unavailable: kernels are turned off, or cannot be built here.
     """
     if os.environ.get(SWITCH) == "0":
         raise Unavailable(f"{SWITCH}=0")
@@ -111,7 +112,7 @@ def built_library() -> Path:
 
 
 def _headers() -> Path:
-    """XLA's, which come with jaxlib; found without importing it."""
+    """Returns the folder of XLA's headers, which jaxlib includes. Does not import jaxlib."""
     spec = importlib.util.find_spec("jaxlib")
     if spec is None or spec.origin is None:
         raise Unavailable("jaxlib is not installed")
@@ -135,7 +136,7 @@ def _key(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on."""
+    """Returns the properties of the processor that the effect of `-march=native` depends on."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
     facts = [line for line in lines if line.split("\t")[0].strip() in ("model name", "flags", "Features", "CPU part")]
@@ -143,7 +144,7 @@ def _processor() -> str:
 
 
 def _build(compiler: str, target: Path) -> None:
-    """In a folder of its own, then renamed: processes that build at the same time do not disturb each other."""
+    """Builds the library in a temporary folder, then renames it, so that processes may build at the same time."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="building-", dir=target.parent) as folder, ThreadPoolExecutor(len(SOURCES)) as threads:
         objects = [str(Path(folder, source.stem).with_suffix(".o")) for source in SOURCES]
@@ -156,7 +157,11 @@ def _build(compiler: str, target: Path) -> None:
 
 
 def _call(compiler: str, words: Sequence[str]) -> None:
-    """Raises: Unavailable, with the first error that the compiler tells."""
+    """Runs the compiler.
+
+    Raises:
+        Unavailable: the compiler failed. The message has its first error.
+    """
     try:
         done = subprocess.run([compiler, *words], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.SubprocessError as e:
@@ -167,7 +172,11 @@ def _call(compiler: str, words: Sequence[str]) -> None:
 
 
 def _check_owner(target: Path) -> None:
-    """A library is code: it is loaded only if nobody else can have written it."""
+    """Checks that no other user can have written the library, since loading it runs code.
+
+    Raises:
+        Unavailable: the file belongs to another user, or others may write it.
+    """
     if not hasattr(os, "getuid"):
         return
     status = target.stat()

@@ -1,7 +1,7 @@
-"""Paged attention on a CPU that reads the pages in place, with any number of queries a row.
+"""Paged attention on a CPU that reads pages in place, with any number of queries per row.
 
-A query's result does not depend on the other queries of the call: a prompt computed in chunks, or beside other rows, gives the same
-bits.
+A query's result does not depend on the other queries of the call. A prompt that is computed in chunks, or together with other rows,
+gives bit-identical results.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ def attend(
     *,
     lse: bool = False,
 ) -> tuple[Array, Array] | Array:
-    """As `paged_attention`."""
+    """Computes `paged_attention`."""
     keys, values = pools
     sinks = jnp.zeros(0, jnp.float32) if score.sinks is None else score.sinks.astype(jnp.float32)
     shapes = [(*q.shape[:3], values.shape[-1]), q.shape[:3]]

@@ -1,9 +1,9 @@
-"""Weights packed for small products on a CPU, and their product with data.
+"""Weights that are packed in panels for products with few rows on a CPU, and these products.
 
-XLA:CPU multiplies 8 rows with a weight at 54 GFLOP/s on the machine of docs/log, this at 110; a single row at the speed of memory
-in both. Columns are kept in panels of 32, in which the summed axis is the slow one, so a product reads a weight front to back once,
-whatever the number of rows. Weights that bfloat16 holds exactly (a published bfloat16 file) are kept in it: half the memory and, for
-few rows, half the time, with the same result. Weights of few bits (`ops.native.blocks`) are kept as their codes.
+With 8 rows, XLA:CPU reaches 54 GFLOP/s on the machine of docs/log, and this module 110. With one row, both are limited by memory. A
+panel has 32 columns, and its slow axis is the summed one, so that a product reads the weight once, front to back, whatever the number
+of rows. Weights whose numbers are all exact in bfloat16 (published as bfloat16) are stored as bfloat16: half the memory and, for few
+rows, half the time, with the same result. Weights of few bits (`ops.native.blocks`) are stored as codes.
 """
 
 import math
@@ -21,27 +21,30 @@ from jaxtyping import Array, Float, Int, Shaped
 from argosy.core.errors import Unsupported
 from argosy.ops.native.codes import NUMBERS, PANEL, CodeFormat, some_codes
 
-# Smaller weights stay as they are: a call costs as much as their product.
+# Smaller weights are not packed, because the call would take as long as the product.
 SMALLEST = 1 << 14
-# The longest block whose sums of products of eight bits fit in 32 bits: 255 * 128 of each.
+# The longest block whose sum of 8-bit products, each at most 255 * 128, fits in 32 bits.
 LONGEST = 1 << 15
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Panels:
-    """A weight, packed.
+    """A weight in panels.
 
-    values: [panels, summed, PANEL] float32 or bfloat16; zeros fill up the last panel. With scales they are codes, uint8, as
-        `ops.native.codes` lays them out.
-    shape: of the array whose place it takes. inner: how many of the weight's axes are summed; first: whether these come first.
-    dtype: of the weight as it was given.
-    scale, minimum: [panels, blocks, PANEL] float32 of blocks along the summed axis: w = scale * number - minimum.
-    code: what codes stand for.
-    activations: rounds the data of a product (`adapt.formats.activations`); None: it is not rounded, or as its owner says.
-    unpacked: the shape of the weight, where several of its codes shared an element of the array; None: `shape`.
-    experts: how many matrices there are along the first axis, whose panels lie one after another; 0: the weight is one matrix. `inner`
-        and `first` are about the axes of a matrix.
+    values: [panels, summed, PANEL], float32 or bfloat16, with zeros as padding in the last panel. If there are scales, uint8 codes in
+        the layout of `ops.native.codes`.
+    shape: the shape of the array that the panels replace.
+    inner: the number of the weight's axes that are summed.
+    first: whether the summed axes come first.
+    dtype: the dtype of the array that the panels replace.
+    scale, minimum: [panels, blocks, PANEL] float32, for each block along the summed axis: w = scale * number - minimum.
+    code: the numbers that codes stand for.
+    activations: how the data of a product is rounded (`adapt.formats.activations`). None: it is not rounded, or the `Quantized` that
+        holds these panels says how.
+    unpacked: the shape of the weight. It differs from `shape` if several codes shared an element of the array. None: `shape`.
+    experts: the number of matrices along the first axis, whose panels are concatenated. `inner` and `first` are then about the axes of
+        one matrix. 0: the weight is one matrix.
     """
 
     values: Any
@@ -57,14 +60,14 @@ class Panels:
     experts: int = field(default=0, metadata={"static": True})
 
     def __getitem__(self, index: Any) -> "Panels":
-        """Itself, for `weight[...]`."""
+        """Returns itself, for `weight[...]`. Other indexes are refused."""
         if index is not Ellipsis:
             raise TypeError("a packed weight has no slices")
         return self
 
     @property
     def sharding(self) -> Any:
-        """Where it lies, as of the weight."""
+        """The sharding of the panels."""
         return self.values.sharding
 
     @property
@@ -78,17 +81,17 @@ class Panels:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The sizes of the axes that a product keeps; of experts those of one."""
+        """The sizes of the axes that are not summed, for one expert if there are experts."""
         sizes = self.sizes[1:] if self.experts else self.sizes
         return sizes[self.inner :] if self.first else sizes[: len(sizes) - self.inner]
 
     @property
     def summed(self) -> int:
-        """The numbers of a column."""
+        """The number of rows of the weight as a matrix, which a product sums over."""
         return math.prod(self.sizes) // math.prod(self.kept) // max(self.experts, 1)
 
     def dense(self) -> Array:
-        """The weight."""
+        """Unpacks the weight, and dequantizes it."""
         if self.experts:
             return jax.vmap(Panels.dense)(self._by_expert())
         if self.scale is None:
@@ -99,18 +102,18 @@ class Panels:
         return (flat.T if self.first else flat).reshape(self.sizes).astype(self.dtype)
 
     def rows(self, ids: Int[Array, "..."]) -> Shaped[Array, "... D"]:
-        """Rows along the first axis of a weight [V, D] that is summed over D: the lookup of an embedding."""
+        """Looks up rows along the first axis of a weight [V, D], as an embedding does."""
         if self.first or len(self.sizes) != 2:
             return self.dense()[ids]
         return self._columns(jnp.clip(ids, 0, self.sizes[0] - 1)).astype(self.dtype)
 
     def _by_expert(self) -> "Panels":
-        """The weight of one expert, whose arrays have those of all on a leading axis."""
+        """Returns the weights with a leading axis of experts on all arrays, to be mapped over with `vmap`."""
         arrays = jax.tree.map(lambda a: a.reshape(self.experts, -1, *a.shape[1:]), self)
         return replace(arrays, shape=self.shape[1:], unpacked=self.sizes[1:], experts=0)
 
     def _columns(self, ids: Int[Array, "..."]) -> Shaped[Array, "... summed"]:
-        """Some columns."""
+        """Unpacks and dequantizes some columns."""
         panel, column = ids // PANEL, ids % PANEL
         if self.scale is None:
             return self.values[panel, :, column]
@@ -125,11 +128,14 @@ class Panels:
 
 
 def block_counts(sizes: Sequence[int], counts: Sequence[int]) -> list[int]:
-    """How many blocks each of some neighboring axes has so that a block is contiguous when they are read as one, the last fastest:
-    each of them within one of the blocks that are given.
+    """Refines blocks so that each is contiguous when neighboring axes are merged into one, with the last axis fastest.
 
     Args:
-        counts: the blocks of each axis.
+        sizes: the sizes of the axes.
+        counts: the number of blocks along each axis.
+
+    Returns:
+        The new number of blocks along each axis. Each new block lies within one of the given blocks.
     """
     out, whole = list(sizes), True
     for axis in reversed(range(len(sizes))):
@@ -140,10 +146,10 @@ def block_counts(sizes: Sequence[int], counts: Sequence[int]) -> list[int]:
 
 
 def pack_panels(w: Any, inner: int, first: bool) -> Panels:
-    """A weight in panels, on the same device.
+    """Packs a weight, on the same device.
 
     Args:
-        w: float32 or bfloat16, in the memory of one CPU device.
+        w: a float32 or bfloat16 array in the memory of one CPU device.
         inner, first: as in `Panels`.
     """
     host = np.asarray(w)
@@ -157,7 +163,7 @@ def pack_panels(w: Any, inner: int, first: bool) -> Panels:
     for i in range(len(values)):
         part = slice(i * PANEL, min((i + 1) * PANEL, columns))
         values[i, :, : part.stop - part.start] = flat[:, part] if first else flat[part].T
-    # Programs compile anew for arrays that are tied to a device, if these were not.
+    # Committed to a device only if w is. Otherwise programs would be compiled again for the committed array.
     place = w.sharding if isinstance(w, jax.Array) and w.committed else None
     return Panels(jax.device_put(values, place, may_alias=True), host.shape, inner, first, host.dtype)
 
@@ -165,20 +171,21 @@ def pack_panels(w: Any, inner: int, first: bool) -> Panels:
 def fits_bfloat16(w: np.ndarray) -> bool:
     """Whether every number of a float32 array is a bfloat16, bit for bit."""
     bits = w.reshape(-1).view(np.uint32)
-    # Most weights differ at once.
+    # Most weights that do not fit are recognized by their first numbers.
     if (bits[:1024] & 0xFFFF).any():
         return False
     return not any((part & 0xFFFF).any() for part in np.array_split(bits, max(1, bits.size >> 20)))
 
 
 def product(x: Float[Array, "M K"], w: Panels, sizes: Int[Array, "E"] | None = None) -> Float[Array, "M N"]:
-    """x times a packed weight, summed in float32 in the order of the summed axis; a row's result does not depend on other rows.
+    """Multiplies x with a packed weight. Sums in float32, in the order of the summed axis. A row's result does not depend on other
+    rows.
 
     Args:
-        sizes: of experts, the rows of each: those of the first come first. Rows after the last give zeros.
+        sizes: for experts, the number of rows of each. Rows are sorted by expert. Rows after those of the last expert give zeros.
 
     Raises:
-        Unsupported: a gradient is asked for.
+        Unsupported: the product is differentiated.
     """
     return _product(x, w, _rows(sizes))
 
@@ -191,23 +198,23 @@ def integer_product(
     scale: Float[Array, "..."] | None = None,
     sizes: Int[Array, "E"] | None = None,
 ) -> Float[Array, "M N"]:
-    """Data, rounded to whole numbers of at most eight bits, times a packed weight of whole numbers. Within a block sums are exact.
+    """Rounds x to integers of at most eight bits, and multiplies with a packed weight of integers. Sums within a block are exact.
 
     Args:
-        bits: of the numbers that data is rounded to, as `adapt.formats` does.
-        scales: how many scales a row of data has, each from the largest magnitude (`multiplies_integers`).
-        scale: one for all data, in their place.
+        bits: the number of bits that x is rounded to, as in `adapt.formats`.
+        scales: the number of scales of each row of x, each from the largest magnitude of its part (`multiplies_integers`).
+        scale: one scale for all of x, instead of those from magnitudes. None: scales from magnitudes.
         sizes: as in `product`.
 
     Raises:
-        Unsupported: a gradient is asked for.
+        Unsupported: the product is differentiated.
     """
     static_scale = jnp.zeros(0, jnp.float32) if scale is None else scale.astype(jnp.float32).reshape(1)
     return _integer_product(x, w, static_scale, _rows(sizes), bits, scales)
 
 
 def multiplies_integers(w: Panels, scales: int) -> bool:
-    """Whether data with so many scales a row is multiplied as whole numbers."""
+    """Whether `integer_product` can multiply this weight with data that has `scales` scales per row."""
     if w.scale is None or w.code.numbers != "whole":
         return False
     blocks = w.scale.shape[1]

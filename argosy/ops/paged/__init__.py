@@ -1,1 +1,1 @@
-"""Attention over paged caches: the op, and an implementation for each kind of device."""
+"""Attention over paged KV caches: the op, and implementations for each kind of device."""

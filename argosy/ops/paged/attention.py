@@ -1,10 +1,11 @@
-"""Attention over pages: each row's keys and values are scattered over a pool (Kwon et al. 2023, arXiv:2309.06180).
+"""Paged attention: the keys and values of each row are in pages of a pool (Kwon et al. 2023, arXiv:2309.06180).
 
-`paged_reference` gathers the pages and then attends; it is the specification. Kernels that read pages in place register beside it.
+`paged_reference` gathers the pages and then attends. It is the specification of the other implementations, such as kernels that read
+pages in place.
 
-Pools come in two layouts: one of keys [pages page K H] and one of values [pages page K U], or a joined one [pages page 2K H] in
-which each key head is followed by its value head. TPU kernels read the joined one, whose heads may be longer than the queries': the
-rest of each is zero.
+Pools have one of two layouts: separate pools of keys [pages page K H] and of values [pages page K U], or a joined pool [pages page 2K
+H] in which each key head is followed by its value head. TPU kernels read the joined pool. Its heads may be longer than those of
+queries, and are then padded with zeros.
 """
 
 from collections.abc import Iterable
@@ -18,7 +19,7 @@ from argosy.ops.attention import NOWHERE, Score, See, attention
 from argosy.ops.narrow import Narrow
 from argosy.ops.op import Implementation, Op
 
-# (keys, values), or (joined,); those that are not joined may be quantized.
+# (keys, values), or (joined,). Pools of keys and values may be quantized.
 Pools = tuple[Float[Array, "pages page _ _"] | Narrow, ...]
 
 
@@ -32,16 +33,18 @@ def paged_attention(
     *,
     lse: bool = False,
 ) -> Any:
-    """Causal attention of queries at positions `at` over the tokens that each row has in a pool of pages: [B T N U].
+    """Computes causal attention of queries over the tokens that each row has in pages of a pool, [B T N U].
 
     Args:
-        pools: of keys and of values, or joined.
-        table: the pages of each row, in order. A page out of range, including -1, belongs to no row: its tokens are not seen.
-        lengths: the number of tokens of each row in its pages, including these queries' own. What follows may be anything.
-        lse: also returns the log-sum-exp of each query, [B T N] float32.
+        pools: (keys, values), or (joined,).
+        table: the KV-cache pages of each row, in order. A page out of range, including -1, belongs to no row, and its tokens are not
+        seen.
+        lengths: the number of tokens of each row in its pages, including those of these queries. Later entries may hold anything.
+        at: the positions of the queries.
+        lse: whether to return (output, log-sum-exp of each query's scores [B T N] in float32) instead of the output.
 
     Raises:
-        Unsupported: the named implementation cannot do this.
+        Unsupported: the requested implementation cannot compute this.
     """
     size = q.shape[-1]
     if len(pools) == 1:
@@ -62,31 +65,33 @@ def paged_reference(
     *,
     lse: bool = False,
 ) -> Any:
-    """Gathers the pages of each row, then computes plain attention."""
+    """Gathers the pages of each row, then computes dense attention."""
     keys, values = keys_and_values(gather_pages(pool, table, lengths).astype(q.dtype) for pool in pools)
     k_at = token_positions(table, lengths, *pools[0].shape[:2])
     return attention(q, keys, values, See(at, k_at), score, lse=lse)
 
 
 def with_longer_heads(a: Float[Array, "*B H"], size: int) -> Float[Array, "*B size"]:
-    """Heads filled up with zeros."""
+    """Pads heads with zeros to this size."""
     return jnp.pad(a, (*((0, 0),) * (a.ndim - 1), (0, size - a.shape[-1])))
 
 
 def join_heads(keys: Float[Array, "*B K H"], values: Float[Array, "*B K H"]) -> Float[Array, "*B 2*K H"]:
-    """Keys and values concatenated along the axis of heads, as a joined pool stores them."""
+    """Interleaves keys and values along the axis of heads, as a joined pool stores them."""
     return jnp.stack([keys, values], -2).reshape(*keys.shape[:-2], -1, keys.shape[-1])
 
 
 def keys_and_values(pools: Iterable[Array]) -> tuple[Array, Array]:
-    """Keys and values of pools in either layout, or of what was gathered from them."""
+    """Returns the keys and the values of pools in either layout, or of arrays gathered from such pools."""
     first, *rest = pools
     return (first, rest[0]) if rest else (first[..., 0::2, :], first[..., 1::2, :])
 
 
 def gather_pages(pool: Float[Array, "pages page *rest"] | Narrow, table: Int[Array, "B P"], lengths: Int[Array, "B"]) -> Array:
-    """The tokens of each row in order, [B P*page *rest]; of a quantized pool in float32. Other entries are zero: a recycled page may
-    contain NaN, and zero times NaN is NaN."""
+    """Gathers the entries of each row's tokens in order, [B P*page *rest]. Those of a quantized pool are dequantized to float32.
+
+    Entries without a token are set to zero, since a recycled page may hold NaN, and zero times NaN is NaN.
+    """
     pages, page = pool.shape[:2]
     tokens = jax.tree.map(lambda a: a[jnp.clip(table, 0, pages - 1)].reshape(len(table), -1, *a.shape[2:]), pool)
     tokens = tokens.widened() if isinstance(tokens, Narrow) else tokens
@@ -95,14 +100,14 @@ def gather_pages(pool: Float[Array, "pages page *rest"] | Narrow, table: Int[Arr
 
 
 def token_positions(table: Int[Array, "B P"], lengths: Int[Array, "B"], pages: int, page: int) -> Int[Array, "B S"]:
-    """The position of each token in the pages of a row; `NOWHERE` for entries that are not the row's."""
+    """Returns the position of each entry in the pages of a row. Entries that are not a token of the row get `NOWHERE`."""
     at = jnp.arange(table.shape[1] * page, dtype=jnp.int32)
     valid = jnp.repeat((table >= 0) & (table < pages), page, axis=1, total_repeat_length=len(at))
     return jnp.where(valid & (at < lengths[:, None]), at, NOWHERE)
 
 
-# What to try first on each platform. `blocked` reads only the pages in use, and is `paged_reference` for tables of one block; `rows`
-# does so for decoding rows, faster on a CPU; `native` is faster still, where its library is loaded (`ops.native.library`).
+# What to try first on each platform. `blocked` reads only pages in use, and equals `paged_reference` for tables of one block. `rows`
+# does the same for decoding rows, faster on a CPU. `native` is faster still, if its library is loaded (`ops.native.library`).
 PAGED_ATTENTION = Op(
     "paged_attention",
     "paged attention",

@@ -1,8 +1,8 @@
-"""Paged attention in a loop over blocks of pages, which ends with the longest row.
+"""Paged attention in a loop over blocks of pages, which ends after the last block of the longest row.
 
-Its cost depends on the number of tokens in the rows, not on the width of the table, and one program serves every length. The
-blocks' results are merged by their log-sum-exp. Blocks before the window of every row are skipped. A quantized pool is widened one
-block at a time. Forward only: JAX does not differentiate a loop whose length is not known when it is traced.
+The cost depends on the number of tokens in the rows, not on the width of the page table, and one program serves every length. Results
+of blocks are merged by their log-sum-exp. Blocks that are before the windows of all rows are skipped. A quantized pool is dequantized
+one block at a time. There is no backward pass, since JAX does not differentiate a loop whose length is unknown during tracing.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from argosy.ops.op import Implementation
 from argosy.ops.paged import attention as paged
 from argosy.ops.precision import wide
 
-# Tokens of a row that are read at a time.
+# The number of tokens of a row that are read at a time.
 BLOCK = 256
 
 
@@ -32,7 +32,7 @@ def blocked_attention(
     *,
     lse: bool = False,
 ) -> tuple[Array, Array] | Array:
-    """As `paged_attention`."""
+    """Computes `paged_attention`."""
     if fits_one_block(table, pools[0].shape[1]):
         return paged.paged_reference(q, pools, table, lengths, at, score, lse=lse)
     plain = replace(score, sinks=None)
@@ -46,7 +46,7 @@ def blocked_attention(
 
 
 def fits_one_block(table: Int[Array, "B P"], page: int) -> bool:
-    """Whether one block covers the table."""
+    """Whether one block covers the whole page table."""
     return table.shape[1] * page <= max(BLOCK, page)
 
 
@@ -58,12 +58,13 @@ def attend_by_blocks(
     at: Int[Array, "B T"],
     score: Score,
 ) -> tuple[Float[Array, "B T N U"], Float[Array, "B T N"]]:
-    """Attention over the pages of each row, one block at a time: (y, log-sum-exp).
+    """Computes (output, log-sum-exp) of attention over the pages of each row, one block of pages at a time.
 
     Args:
-        attend: attention over one block, called with {name of a pool: [B S ...]} and a `See`; returns (y, lse). It must ignore
-            `score.sinks`, which are added once, after the loop.
-        lengths, at: as in `paged_attention`.
+        attend: computes (output, log-sum-exp) over one block, from {name of a pool: entries [B S ...]} and a `See`. It must ignore
+            `score.sinks`, which are applied once, after the loop.
+        pools: the pools, by name.
+        table, lengths, at: as in `paged_attention`.
     """
     pages, page = next(iter(pools.values())).shape[:2]
     each = max(1, BLOCK // page)
@@ -90,7 +91,7 @@ def attend_by_blocks(
 
 
 def with_sinks(y: Float[Array, "B T N U"], total: Float[Array, "B T N"], score: Score) -> tuple[Array, Array]:
-    """Attention without sinks as if its scores had them."""
+    """Applies sinks to the (output, log-sum-exp) of attention without sinks."""
     if score.sinks is None:
         return y, total
     both = jnp.logaddexp(total, score.sinks.astype(total.dtype))

@@ -1,13 +1,14 @@
 """Paged attention on TPUs: the ragged kernel of JAX, which reads joined pools in place (arXiv:2604.15464).
 
-It takes queries flat, those of a row as the last tokens of the row, and reads the pages of rows that have some. So rows without new
-tokens are moved behind the others, and padding queries are left out: a row that counted its padding would read what a previous owner
-left in its pages, and one NaN there would reach every query.
+The kernel takes flat queries, which are the last tokens of their rows, and reads the pages of rows that have queries. Rows without new
+tokens are therefore moved behind the others, and padding queries are left out. If a row counted its padding, the kernel would read what
+a previous owner left in the row's pages, and one NaN there would reach every query.
 
-Unlike `reference`, it gives nothing of meaning for a row with a page out of range within its length. The engine makes no such row.
+Unlike the reference, the kernel gives no meaningful result for a row with a page out of range within its length. The engine makes no
+such row.
 
-The kernel takes one scale for all keys and one for all values. A quantized cache has one for each token and head, so `blocked` reads
-it.
+The kernel takes one scale for all keys and one for all values. A quantized cache has a scale for each token and head, so `blocked` is
+used for it.
 """
 
 import math
@@ -25,10 +26,10 @@ from argosy.ops.op import Implementation
 from argosy.ops.paged.attention import PAGED_ATTENTION, Pools
 from argosy.parallel.scope import activation_spec, axes_in, axis_sizes, device_kind, on_several_devices, platform
 
-# Numbers in a row of a tile. Shorter heads are filled up with zeros: XLA stores them so in any case, or moves the axis of pages to the
-# rows and copies the pool twice in every step.
+# The numbers in a row of a tile. Shorter heads are padded with zeros. XLA would store them with padding in any case, or would put the
+# axis of pages last and copy the pool twice in every step.
 LANES = 128
-# Bytes of the kernel's two buffers of pages, of 16 MB that it may take by default.
+# The bytes of the kernel's two buffers of pages, out of 16 MB of fast memory that it may take by default.
 BUFFERS = 4 << 20
 OLD = ("TPU v2", "TPU v3")
 
@@ -43,13 +44,13 @@ def ragged_attention(
     *,
     lse: bool = False,
 ) -> Array:
-    """As `paged_attention`."""
+    """Computes `paged_attention`."""
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
     blocks = _blocks(pools[0], q.shape[0] * q.shape[1], table.shape[1])
     call = partial(_call, partial(ragged_paged_attention, **blocks), score=score)
     if on_several_devices():
-        # XLA cannot split a kernel; each device computes its own heads.
+        # XLA cannot split a kernel, so each device computes its own heads.
         heads = PartitionSpec(None, None, *_split(pools[0]), None)
         whole = PartitionSpec()
         call = jax.shard_map(call, in_specs=(heads, heads, whole, whole, whole), out_specs=heads, check_vma=False)
@@ -57,7 +58,7 @@ def ragged_attention(
 
 
 def _split(pool: Array) -> PartitionSpec:
-    """How the key heads of a joined pool are split over devices."""
+    """Returns how the key heads of a joined pool are split over devices."""
     return activation_spec("K", (pool.shape[2] // 2,))
 
 
@@ -71,7 +72,7 @@ def _call(
     new = jnp.where(whole, jnp.clip(lengths - at[:, 0], 0, T), 0)
     order = jnp.argsort(new == 0, stable=True)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(new[order], dtype=jnp.int32)])
-    # The place of each query among the flat ones; past their end for padding.
+    # The index of each query in the flat queries. Padding gets an index past the end.
     row_starts = jnp.zeros(B, jnp.int32).at[order].set(starts[:-1])
     t = jnp.arange(T, dtype=jnp.int32)
     places = jnp.where(t < new[:, None], row_starts[:, None] + t, B * T).reshape(-1)
@@ -91,8 +92,8 @@ def _call(
 
 
 def _blocks(pool: Array, tokens: int, pages: int) -> dict[str, int]:
-    """Sizes of the kernel's blocks. On a TPU it looks them up in a table of measurements; a program that is compiled for one elsewhere
-    gets buffers of `BUFFERS`."""
+    """Returns the kernel's block sizes. On a TPU, there are none, since the kernel looks them up in a table of measurements. A program
+    that is compiled for a TPU elsewhere gets buffers of `BUFFERS` bytes."""
     if jax.default_backend() == "tpu":
         return {}
     page_bytes = pool[0].size * pool.dtype.itemsize
@@ -100,9 +101,9 @@ def _blocks(pool: Array, tokens: int, pages: int) -> dict[str, int]:
 
 
 def ragged_refusal(heads: int, size: int, dtype: Any) -> str | None:
-    """Why the kernel cannot read a joined pool of so many key heads of this size; None if it can."""
+    """Returns why the kernel cannot read a joined pool with this number of key heads and this head size. None: it can."""
     if size != LANES:
-        # Mosaic does not compile it for 256.
+        # Mosaic does not compile the kernel for heads of 256.
         return f"heads of {size}, not {LANES}"
     packing = 4 // jnp.dtype(dtype).itemsize
     if packing not in (1, 2):
@@ -112,7 +113,8 @@ def ragged_refusal(heads: int, size: int, dtype: Any) -> str | None:
 
 
 def joined_size(heads: int, size: int, dtype: Any) -> int | None:
-    """The size of heads in the joined pools in which layers on this platform should keep keys and values; None if they should not."""
+    """Returns the head size of joined pools, if layers on this platform should cache keys and values in joined pools. None: they should
+    not."""
     if (PAGED_ATTENTION.requested or PAGED_ATTENTION.preferred[0]) != "ragged":
         return None
     filled = -(-size // LANES) * LANES
@@ -139,7 +141,7 @@ def _refuses(q: Array, pools: Pools, table: Array, lengths: Any, score: Score, l
 
 
 def _shares(pool: Array) -> int:
-    """The number of devices over which the key heads of a joined pool are split."""
+    """Returns the number of devices over which the key heads of a joined pool are split."""
     sizes = axis_sizes()
     return math.prod(sizes[axis] for axis in axes_in(_split(pool)))
 

@@ -1,9 +1,9 @@
-"""Paged attention of decoding rows on a CPU: a few rows at a time, all heads of a row in one product.
+"""Paged attention for decoding on a CPU: a few rows at a time, with all heads of a row in one product.
 
-XLA:CPU transposes keys and values in front of a product for each key head, and for many rows at once these copies do not fit the
-processor's caches. Here the queries of a row are one matrix [N, K*H] that is zero but in the columns of each query's own key head,
-against the keys as they lie, [S, K*H]. That is K times the multiplications, so it is for few query heads; reading keys and values
-takes longer.
+XLA:CPU transposes keys and values before a product for each key head. For many rows at once, these copies do not fit in the processor's
+caches. Here, the queries of a row are one matrix [N, K*H] that is zero except in the columns of each query's own key head. It is
+multiplied with the keys as they are stored, [S, K*H]. This takes K times the multiplications, which is still faster than reading keys
+and values if there are few query heads.
 """
 
 import math
@@ -19,7 +19,7 @@ from argosy.ops.paged import attention as paged
 from argosy.ops.paged.blocked import BLOCK, attend_by_blocks, fits_one_block, with_sinks
 from argosy.ops.precision import sums_in, wide
 
-# Bytes of keys and values at a time, and the most query heads for which it was measured to be faster than `blocked`: docs/log.
+# The bytes of keys and values at a time, and the most query heads for which this was measured to be faster than `blocked` (docs/log).
 TOGETHER, HEADS = 2 << 20, 32
 
 
@@ -33,7 +33,7 @@ def by_rows(
     *,
     lse: bool = False,
 ) -> tuple[Array, Array] | Array:
-    """As `paged_attention`, of one query a row."""
+    """Computes `paged_attention` for one query per row."""
 
     def some(rows: tuple[Array, ...]) -> tuple[Array, Array]:
         q, table, lengths, at = rows
@@ -53,7 +53,7 @@ def by_rows(
     if each >= B:
         y, total = some(operands)
     else:
-        # A row beyond the last one has no token and a page of nobody.
+        # Rows that pad the last group have no tokens, and a page out of range.
         rest = -B % each
         fill = (0, -1, 0, 0)
         padded = [jnp.pad(a, [(0, rest)] + [(0, 0)] * (a.ndim - 1), constant_values=n) for a, n in zip(operands, fill)]
@@ -63,7 +63,7 @@ def by_rows(
 
 
 def rows_together(pools: paged.Pools, table: Int[Array, "B P"]) -> int:
-    """Rows whose keys and values of one block fit into TOGETHER bytes, as a power of two."""
+    """Returns the number of rows, a power of two, whose keys and values of one block fit in TOGETHER bytes."""
     tokens = min(max(BLOCK, pools[0].shape[1]), table.shape[1] * pools[0].shape[1])
     row_bytes = 4 * tokens * sum(math.prod(pool.shape[2:]) for pool in pools)
     return 1 << max(TOGETHER // max(row_bytes, 1), 1).bit_length() - 1
@@ -72,7 +72,7 @@ def rows_together(pools: paged.Pools, table: Int[Array, "B P"]) -> int:
 def as_one_product(
     q: Float[Array, "B 1 N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K U"], see: See, score: Score
 ) -> tuple[Float[Array, "B 1 N U"], Float[Array, "B 1 N"]]:
-    """Attention of one query a row, without sinks: (y, log-sum-exp)."""
+    """Computes (output, log-sum-exp) of attention with one query per row, without sinks."""
     B, _, N, H = q.shape
     S, K, U = v.shape[1:]
     head_mask = jnp.eye(K, dtype=bool)[None, :, None, :, None]
@@ -85,7 +85,7 @@ def as_one_product(
     p = jnp.exp(s - most)
     total = jnp.sum(p, -1, keepdims=True)
     every = jnp.einsum("BNS,BSD->BND", (p / total).astype(v.dtype), v.reshape(B, S, K * U)).reshape(B, K, N // K, K, U)
-    # Of each query head the columns of its own key head.
+    # Selects, for each query head, the columns of its own key head.
     y = jnp.stack([every[:, i, :, i] for i in range(K)], 1).reshape(B, 1, N, U)
     return y, (most + jnp.log(total))[..., 0][:, None]
 

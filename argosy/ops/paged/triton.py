@@ -1,11 +1,12 @@
 """Paged attention on NVIDIA GPUs: a Pallas kernel, compiled by Triton, that reads pages in place (Dao et al. 2023, flash decoding).
 
-A program of it has the queries of one row that share a key head, and a share of the row's tokens, so that a few long rows fill a GPU
-too. It reads blocks of tokens through the table of pages; blocks before the window and behind the end are not read. Shares are merged
-by their log-sum-exp, as `blocked` does; so are sinks. Tokens that are not the row's are never multiplied: a recycled page may hold NaN.
+One program instance of the kernel computes the queries of one row that share a key head, over a share of the row's tokens. A few long
+rows therefore also fill a GPU. An instance reads blocks of tokens through the page table. Blocks before the window or after the end of
+the row are not read. Shares are merged by their log-sum-exp, as in `blocked`, and so are sinks. Tokens that are not the row's are never
+multiplied, since a recycled page may hold NaN.
 
-Written for decoding and short chunks: longer ones are left to `blocked`. It is tested by its interpretation, and timed on an H200
-(docs/guides/gpus.md).
+The kernel is for decoding and short chunks. Longer chunks are left to `blocked`. Tests run the kernel in interpret mode. It was timed
+on an H200 (docs/guides/gpus.md).
 """
 
 from functools import partial
@@ -23,7 +24,8 @@ from argosy.ops.paged.attention import Pools
 from argosy.ops.paged.blocked import with_sinks
 from argosy.parallel.scope import activation_spec, axes_in, on_several_devices, platform
 
-# Tokens that a program reads at a time and in all, and the most queries of it. A tensor core takes 16 rows at least.
+# The number of tokens that an instance reads at a time, and in all; the most queries of an instance; and the least rows and head size
+# that a tensor core takes.
 BLOCK, SHARE, QUERIES, LEAST = 64, 512, 64, 16
 
 
@@ -38,14 +40,14 @@ def triton(
     lse: bool = False,
     interpret: bool = False,
 ) -> Any:
-    """As `paged_attention`.
+    """Computes `paged_attention`.
 
     Args:
-        interpret: computes the kernel with XLA, for tests.
+        interpret: whether to run the kernel in interpret mode, for tests.
     """
     call = partial(_call, score=score, interpret=interpret)
     if on_several_devices():
-        # XLA cannot split a kernel; each device computes its own heads.
+        # XLA cannot split a kernel, so each device computes its own heads.
         heads, whole = PartitionSpec(None, None, *_split(pools[0]), None), PartitionSpec()
         in_specs = (heads, (heads, heads), whole, whole, whole)
         out = (heads, PartitionSpec(None, None, *_split(pools[0])))
@@ -56,14 +58,14 @@ def triton(
 
 
 def _split(pool: Any) -> PartitionSpec:
-    """How the key heads of a pool are split over devices."""
+    """Returns how the key heads of a pool are split over devices."""
     return activation_spec("K", (pool.shape[2],))
 
 
 def _call(
     q: Array, pools: Any, table: Array, lengths: Array, at: Array, *, score: Score, interpret: bool
 ) -> tuple[Array, Array]:
-    """Attention without sinks: (y, log-sum-exp), both float32."""
+    """Computes (output, log-sum-exp) of attention without sinks, both in float32."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
 
@@ -72,7 +74,7 @@ def _call(
     R = max(LEAST, 1 << (T * G - 1).bit_length())
     shares = -(-table.shape[1] * page // SHARE)
     table = jnp.pad(table, ((0, 0), (0, shares * SHARE // page - table.shape[1])), constant_values=-1)
-    # Queries that share a key head are the rows of one matrix; those that fill it up see nothing.
+    # Queries that share a key head are the rows of one matrix. Rows that are padding see nothing.
     rows = q.astype(pools[0].dtype).reshape(B, T, K, G, H).transpose(0, 2, 1, 3, 4).reshape(B, K, T * G, H)
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, R - T * G), (0, 0)))
     places = jnp.pad(jnp.repeat(at, G, axis=1, total_repeat_length=T * G), ((0, 0), (0, R - T * G)), constant_values=-1)
@@ -115,7 +117,7 @@ def _kernel(
     q_ref: Any, at_ref: Any, table_ref: Any, length_ref: Any, first_ref: Any, k_ref: Any, v_ref: Any, y_ref: Any, total_ref: Any,
     *, score: Score, pages: int, each: int,
 ) -> None:  # fmt: skip
-    """One share of a row's tokens for the queries of one key head."""
+    """The kernel: computes attention of the queries of one key head over one share of a row's tokens."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
 
@@ -166,7 +168,7 @@ def _refuses(q: Array, pools: Pools, table: Array, lengths: Any, score: Score, l
 
 
 def triton_refusal(q: Array, pools: Pools, score: Score) -> str | None:
-    """Why the kernel cannot compute this; None if it can."""
+    """Returns why the kernel cannot compute this. None: it can."""
     if score.chunked:
         return "has no windows that are chunks"
     if len(pools) != 2:

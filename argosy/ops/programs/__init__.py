@@ -1,1 +1,1 @@
-"""Programs that are compiled ahead of time, named across processes, and kept on disk."""
+"""Ahead-of-time compilation of programs, and a cache of compiled programs on disk."""

@@ -1,8 +1,9 @@
-"""Names programs across processes: equal fingerprints mean equal programs, on this machine, with these packages.
+"""Fingerprints of programs, which are the same in every process. Equal fingerprints mean equal programs, on this machine, with these
+packages.
 
-A function is named by where it is defined and by what it closes over; a model by its graph. The sources of argosy are hashed whole, and
-other packages count by their versions, so only functions and classes of those packages have names. Whatever else a program depends on
-(a user's own class, an object without a value) has none: `NoFingerprint`.
+A function's fingerprint is made of its import path and the values that it closes over, a model's of its graph. All sources of argosy
+are hashed, and other packages count by their versions. Only functions and classes of these packages therefore have fingerprints.
+Anything else that a program may depend on, such as a user's own class, raises `NoFingerprint`.
 """
 
 import dataclasses
@@ -26,30 +27,30 @@ import pydantic
 from argosy.ops.native import library
 from argosy.ops.op import requested_implementations
 
-# Packages whose code is known by a version, beside argosy, which is hashed.
+# Packages that are identified by their version. argosy is identified by a hash of its sources.
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "qwix", "tokamax")
 TRUSTED = frozenset(["argosy", "builtins", "functools", "operator", *PACKAGES])
-# The folder of the house's rooms.
+# The folder of the package argosy.
 PACKAGE = Path(__file__).parents[2]
-# Rooms whose code is in no program that is kept, and settings, whose values are in the arguments that programs are built from.
+# Subpackages whose code is in no stored program, and settings, whose values are in the arguments that programs are built from.
 LATER = frozenset(
     ["evals", "rl", "export", "web", "predict", "serve", "client", "launch", "run", "jobs", "cli", "configs", "__pycache__"]
 )
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "TF_XLA_FLAGS", "TF_ENABLE_ONEDNN_OPTS", "CUDA_VISIBLE_DEVICES")
-# Options of jax that change no program: where things are kept and what is logged.
+# Prefixes of jax's options that change no program, for caches and logging.
 PLAIN_OPTIONS = ("jax_compilation_cache", "jax_enable_compilation_cache", "jax_persistent_cache", "jax_log", "jax_dump", "jax_pprint")
 PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 
 
 class NoFingerprint(Exception):
-    """A value has no name that another process would give it too."""
+    """A value has no fingerprint that would be the same in another process."""
 
 
 def fingerprint(*values: Any) -> str:
-    """A hash of values that is the same in every process.
+    """Computes a hash of values that is the same in every process.
 
     Raises:
-        NoFingerprint: a value has no name that other processes share.
+        NoFingerprint: a value cannot be identified in other processes.
     """
     digest = hashlib.sha256()
     for word in _words(values):
@@ -62,7 +63,7 @@ def _words(value: Any) -> Iterator[str]:
     if (write := _writer(type(value))) is not None:
         yield from write(value)
     elif type(value).__name__ == "GraphDef":
-        # By its name: a program of a bundle is named where flax is not imported.
+        # Compares the class by name, since fingerprints of a bundle's programs are computed where flax is not imported.
         yield _of_graph(value)
     elif dataclasses.is_dataclass(value):
         yield _import_path(type(value))
@@ -76,7 +77,11 @@ def _words(value: Any) -> Iterator[str]:
 
 
 def _import_path(value: Any) -> str:
-    """The name of a class or function that can be imported."""
+    """Returns the import path of a class or function.
+
+    Raises:
+        NoFingerprint: it cannot be imported, or is not from a trusted package.
+    """
     module, name = value.__module__, value.__qualname__
     imported: Any = sys.modules.get(module or "")
     for part in name.split("."):
@@ -149,7 +154,7 @@ def _sharding(value: Any) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=64)
 def _of_graph(value: Any) -> str:
-    # A graph of 30 layers takes 0.1 s, and several programs are made from each.
+    # Cached, because a graph of 30 layers takes 0.1 s and several programs share a graph.
     return fingerprint(value.nodes, value.attributes, value.num_leaves)
 
 
@@ -157,7 +162,7 @@ def _partial(value: Any) -> Iterator[str]:
     yield from _words((value.func, value.args, value.keywords))
 
 
-# The first kind that fits.
+# The first kind that fits a value writes its words.
 _WRITERS: list[tuple[Any, Callable[[Any], Iterator[str]]]] = [
     (enum.Enum, lambda value: iter([f"{_import_path(type(value))}.{value.name}"])),
     (PLAIN_TYPES, lambda value: iter([f"{type(value).__name__} {value!r}"])),
@@ -184,7 +189,7 @@ def _writer(kind: type) -> Callable[[Any], Iterator[str]] | None:
 
 @functools.cache
 def environment_fingerprint(sources: bool = True) -> str:
-    """The fingerprint of everything outside a program that affects its compilation and never changes in a process: sources, packages,
+    """Computes the fingerprint of what affects the compilation of all programs and does not change in a process: sources, packages and
     devices.
 
     Args:
@@ -210,15 +215,16 @@ def environment_fingerprint(sources: bool = True) -> str:
 
 
 def options_fingerprint() -> str:
-    """The fingerprint of the current tracing options: jax's options, named implementations, and whether our kernels are available."""
-    # An attribute is the value in this thread; some options have none.
+    """Computes the fingerprint of the current tracing options: jax's options, requested implementations, and whether argosy's kernels
+    for CPUs are available."""
+    # An attribute of jax.config is the value in this thread. Some options have no attribute.
     settings = {name: getattr(jax.config, name, value) for name, value in sorted(jax.config.values.items())}
     options = {name: str(value) for name, value in settings.items() if not name.startswith(PLAIN_OPTIONS)}
     return fingerprint(options, requested_implementations(), library.unavailable() == "")
 
 
 def _sources() -> str:
-    """The hash of every file of argosy that may decide what a program computes."""
+    """Computes the hash of all files of argosy that may affect what a program computes."""
     digest = hashlib.sha256()
     for file in sorted(PACKAGE.rglob("*")):
         room, *rest = file.relative_to(PACKAGE).parts
@@ -230,7 +236,7 @@ def _sources() -> str:
 
 
 def _processor() -> list[str]:
-    """The facts that the machine code of a CPU depends on: its model, its features, and the cores that work is divided among."""
+    """Returns the properties of the CPU that machine code depends on: model, features, and the number of cores available."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
         facts = [line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part", "isa"))]

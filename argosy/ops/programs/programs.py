@@ -1,13 +1,13 @@
-"""Programs that are compiled ahead of time, or read from disk, so that a start computes nothing with the model.
+"""Programs that are compiled ahead of time or read from disk, so that warming up needs no computation with the model.
 
     run = Programs()
-    run(layer, sizes, weights, x)               # jit, as long as nothing is prepared
+    run(layer, sizes, weights, x)               # compiled by jit, since nothing is prepared
     with run.ahead(store):
-        run(layer, sizes, weights, x)           # loads or compiles; arguments may be descriptions, and so is what it returns
-    run(layer, sizes, weights, x)               # the executable
+        run(layer, sizes, weights, x)           # loads or compiles; takes arrays or descriptions, and returns descriptions
+    run(layer, sizes, weights, x)               # calls the prepared executable
 
-A warm-up that computed each step, 1,133 tokens in all, spent 3 of 8 s on that with SmolLM2-135M on two cores, and 4 on tracing
-and lowering 57 programs.
+A warm-up that ran each step, 1,133 tokens in all, took 8 s with SmolLM2-135M on two cores. 3 s of these were for running the steps, and
+4 s for tracing and lowering 57 programs.
 """
 
 import threading
@@ -28,13 +28,14 @@ from argosy.parallel.scope import default_device
 
 
 class Program:
-    """A function that is compiled by jit. The values in its closure decide the program.
+    """A function that is compiled by jit, and that can be identified across processes by a key.
 
     Args:
-        donate: the argument, or arguments, whose memory it reuses.
-        static: index of the last argument, if that is no array.
-        made_of: a name that is the same in every process, if the closure has none.
-        implied: number of leading arguments whose shapes and types follow from `made_of`.
+        function: the function. The values in its closure are constants of the program.
+        donate: the indexes of the arguments whose memory the program reuses.
+        static: the index of the last argument, if that argument is not an array.
+        made_of: a name for the function that is the same in every process. Default: the fingerprint of the function.
+        implied: the number of leading arguments whose shapes and dtypes follow from `made_of`.
     """
 
     def __init__(
@@ -56,20 +57,28 @@ class Program:
 
     @property
     def compilations(self) -> int:
-        """How many times jit has compiled it. Programs that were prepared ahead are not counted."""
+        """How many times jit has compiled the function. Programs that were prepared ahead of time are not counted."""
         return self.jitted._cache_size()
 
     def dynamic(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments that are arrays."""
+        """Returns the arguments without the static one."""
         return arguments if self.static is None else arguments[: self.static]
 
     @cached_property
     def made_of(self) -> str:
-        """The fingerprint of the function. Raises: NoFingerprint."""
+        """The fingerprint of the function, or of the name `made_of`.
+
+        Raises:
+            NoFingerprint: the function has no fingerprint.
+        """
         return fingerprint(self._made_of or self.function, self.donate)
 
     def key(self, arguments: tuple[Any, ...], options: str) -> str | None:
-        """The fingerprint of this program for these arguments, under these options of jax; None if it has none."""
+        """Returns the fingerprint of this program for these arguments. None: it has no fingerprint.
+
+        Args:
+            options: the result of `options_fingerprint`.
+        """
         leaves, tree = jax.tree.flatten(self.dynamic(arguments)[self.implied :])
         static = None if self.static is None else arguments[self.static]
         mesh = jax.sharding.get_abstract_mesh()
@@ -85,17 +94,19 @@ RunProgram = Callable[..., Any]
 
 
 def run_jitted(program: Program, at: Hashable, *arguments: Any) -> Any:
-    """Calls a program as jit compiles it."""
+    """Calls a program through jit. It has the signature of `Programs.__call__`."""
     return program(*arguments)
 
 
 class Programs:
-    """Calls programs. A prepared program is looked up by itself and `at`, which stands for the shapes of its arguments.
+    """Calls programs, by prepared executables if there are any.
+
+    A call is `run(program, at, *arguments)`. The executable is looked up by `program` and `at`, a key for the shapes of the arguments.
 
     Args:
-        scope: around compiling: the mesh of programs over several devices.
-        missed: called when arguments differ from those that a program was prepared for, such as weights in another type: jit then
-            compiles it again.
+        scope: returns a context around compilation, such as the mesh of programs over several devices.
+        missed: is called if arguments differ from those that a program was prepared for, such as weights in another dtype. jit then
+            compiles the program again.
     """
 
     def __init__(
@@ -118,14 +129,15 @@ class Programs:
         try:
             return executable(*program.dynamic(arguments))
         except (TypeError, ValueError):
-            # Raised before anything runs: other types, shapes or devices than it was compiled for.
+            # The executable raises this before it runs, if arguments have other dtypes, shapes or devices than it was compiled for.
             self._ready.pop((program, at), None)
             self._outputs.pop((program, at), None)
             self.missed()
             return program(*arguments)
 
     def prepared(self, program: Program, at: Hashable, *arguments: Any) -> Callable[..., Any]:
-        """The function to call with such arguments. While programs are prepared it is the executable, as soon as that is ready."""
+        """Returns a function that calls the program with such arguments. Inside of `ahead`, first waits until the executable is
+        ready."""
         if self._ahead is not None and (program, at) not in self._ready:
             self._outputs[program, at] = self._ahead(program, at, arguments)
             self._ready[program, at] = self._ahead.ready(program, at)
@@ -133,12 +145,14 @@ class Programs:
 
     @contextmanager
     def ahead(self, store: ProgramStore | None = None, say: Say | None = None) -> Iterator[None]:
-        """Inside, calls load or compile, in parallel, and return descriptions of results. Afterwards all of them are ready.
+        """A context in which calls load or compile programs, in parallel, and return descriptions of results. When the context ends,
+        all these programs are ready.
 
         Args:
-            store: where programs are read from and written to. say: called each second with what is still being done.
+            store: the store that programs are read from and written to. None: all programs are compiled.
+            say: is called every second with a sentence about what is still being prepared.
         """
-        # Programs for GPUs are timed while they are compiled, each alone.
+        # For GPUs, XLA measures kernels during compilation, so programs are compiled one at a time.
         threads = min(8, core_count()) if jax.default_backend() == "cpu" else 1
         with ExitStack() as anew, ThreadPoolExecutor(threads, "compile") as pool:
             self._ahead = _Ahead(self.scope, store, pool, anew, self._outputs)
@@ -153,9 +167,9 @@ class Programs:
 
 
 class _Ahead:
-    """Programs that are being loaded and compiled.
+    """Loads and compiles programs in threads.
 
-    outputs: descriptions of results, of those too that are ready already.
+    outputs: descriptions of the results of programs, including programs that are already ready.
     """
 
     def __init__(
@@ -173,7 +187,7 @@ class _Ahead:
         self.outputs = dict(outputs)
 
     def __call__(self, program: Program, at: Hashable, arguments: tuple[Any, ...]) -> Any:
-        """Begins to load or compile a program; returns descriptions of what it will return."""
+        """Starts to load or compile a program. Returns descriptions of its results."""
         if (program, at) in self.outputs:
             return self.outputs[program, at]
         arguments = tuple(a if i == program.static else abstract_arrays(a) for i, a in enumerate(arguments))
@@ -188,7 +202,7 @@ class _Ahead:
         leaves, tree = jax.tree.flatten(outputs)
         homes = {a.sharding for a in jax.tree.leaves(arguments) if getattr(a, "sharding", None) is not None}
         if any(isinstance(home, jax.sharding.NamedSharding) for home in homes):
-            # XLA decides how results are laid out over several devices.
+            # With several devices, XLA decides the shardings of results, which are known after compilation.
             places = jax.tree.leaves(future.result().output_shardings)
         else:
             places = [next(iter(homes), None)] * len(leaves)
@@ -198,11 +212,11 @@ class _Ahead:
         return outputs
 
     def ready(self, program: Program, at: Hashable) -> Any:
-        """A program, as soon as it is loaded or compiled."""
+        """Waits until a program is loaded or compiled, and returns the executable."""
         return self._waiting[program, at].result()
 
     def finished(self, say: Say | None) -> dict[tuple[Program, Hashable], Any]:
-        """Every program, once all are ready."""
+        """Waits until all programs are ready, and returns the executables."""
         while pending := len(wait(self._waiting.values(), timeout=1).not_done):
             if say is not None:
                 say(f"preparing {pending} of {len(self._waiting)} programs")
@@ -212,7 +226,7 @@ class _Ahead:
         try:
             return stored.load(program_devices(arguments))
         except Exception:
-            # XLA raises errors of many kinds where an intact entry does not fit this machine after all.
+            # XLA raises many kinds of errors if an intact entry is not valid for this machine after all.
             with self.scope():
                 return self._compiled(program.lower(*arguments), key)
 
@@ -229,7 +243,7 @@ class _Ahead:
 
 
 def abstract_arrays(tree: Any) -> Any:
-    """Arrays as descriptions: shape, type, and the devices of those that are bound to some."""
+    """Replaces arrays by descriptions: shape, dtype, and the sharding of arrays that are committed to devices."""
     return jax.tree.map(_describe, tree)
 
 
@@ -240,7 +254,7 @@ def _describe(a: Any) -> jax.ShapeDtypeStruct:
 
 
 def program_devices(arguments: Any) -> list[Any]:
-    """The devices of a program for these arguments, in the order of their mesh."""
+    """Returns the devices of a program for these arguments, in the order of the mesh if there is one."""
     for a in jax.tree.leaves(arguments):
         place = getattr(a, "sharding", None)
         if isinstance(place, jax.sharding.NamedSharding) and isinstance(place.mesh, jax.sharding.Mesh):

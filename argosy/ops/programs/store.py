@@ -1,15 +1,15 @@
-"""Compiled programs on disk, so that a second start of a server neither traces nor compiles.
+"""A store of compiled programs on disk, so that a second start of a server neither traces nor compiles.
 
-    store = open_store(folder)              # None where the folder is not the user's own
+    store = open_store(folder)              # None if the folder cannot be used safely
     store.write(key, program)
-    store.read(key)                         # None: there is none, or it is damaged
+    store.read(key)                         # None if there is no such entry, or it is damaged
 
-An entry is named by the fingerprint of what it was made from (`ops.programs.fingerprint`), and begins with the hash of its name and
-content. It is written under another name first and then renamed, so concurrent starts never see half of one. The entry that was used
-longest ago is removed once all entries together are above a limit.
+An entry is named by the fingerprint of its program (`ops.programs.fingerprint`), and begins with the hash of its name and content. An
+entry is first written under another name and then renamed, so that concurrent starts never see half an entry. If all entries together
+exceed a limit, those that have not been used for longest are removed.
 
-Entries are machine code and pickles: reading them runs them, as it does with JAX's compilation cache. So the folder must belong to the
-user, with no right for others to write. The hash finds damage, not forgery.
+Entries are machine code and pickles. Reading an entry can run code, as with JAX's compilation cache. The folder must therefore belong
+to the user, and others must not be allowed to write to it. The hash detects damage, not forgery.
 """
 
 import contextlib
@@ -31,15 +31,16 @@ from argosy.ops.programs.fingerprint import NoFingerprint, environment_fingerpri
 
 MAGIC = b"argosy program 1\n"
 ENDING = ".program"
-# An engine of SmolLM2-135M has 57 programs of 6 MB together.
+# The most bytes of all entries. For scale, an engine of SmolLM2-135M has 57 programs of 6 MB together.
 MOST_BYTES = 1 << 30
 
 
 class StoredProgram(NamedTuple):
-    """A program that was read.
+    """A program that was read from disk.
 
-    in_tree, inputs, out_tree, outputs: trees of arguments and results, and the (shape, type) of their leaves.
-    binary: from `serialize`.
+    in_tree, out_tree: the pytree structures of arguments and of results.
+    inputs, outputs: the (shape, dtype) of the leaves of arguments and of results.
+    binary: the executable, from JAX's `serialize`.
     """
 
     in_tree: Any
@@ -49,21 +50,25 @@ class StoredProgram(NamedTuple):
     binary: bytes
 
     def takes(self, arguments: tuple[Any, ...]) -> bool:
-        """Whether it was compiled for arguments of these shapes and types."""
+        """Whether the program was compiled for arguments with this structure, and these shapes and dtypes."""
         return self.in_tree == jax.tree.structure((arguments, {})) and self.inputs == array_signature(arguments)
 
     @property
     def described(self) -> Any:
-        """Its results."""
+        """Descriptions of the program's results."""
         return jax.tree.unflatten(self.out_tree, [jax.ShapeDtypeStruct(*about) for about in self.outputs])
 
     def load(self, devices: list[Any]) -> Any:
-        """The program, on the devices it was compiled for. Raises: any error, where the binary does not fit them."""
+        """Loads the executable on these devices, for which it was compiled.
+
+        Raises:
+            Exception: any kind of error, if the binary is not valid for the devices.
+        """
         return deserialize_and_load(self.binary, self.in_tree, self.out_tree, devices[0].client, devices)
 
 
 class ProgramStore:
-    """The entries of one environment: of these sources, packages and devices."""
+    """The entries of one environment, that is, for the same sources, packages and devices."""
 
     def __init__(self, folder: Path, environment: str):
         self.folder, self.environment = folder, environment
@@ -72,7 +77,7 @@ class ProgramStore:
         return self.folder / f"{hashlib.sha256(f'{self.environment} {key}'.encode()).hexdigest()}{ENDING}"
 
     def read(self, key: str) -> StoredProgram | None:
-        """The program of this key; None where there is none. One that is damaged is removed."""
+        """Reads the program of this key. None: there is none, or it was damaged and has been removed."""
         path = self.path(key)
         try:
             content = path.read_bytes()
@@ -84,14 +89,16 @@ class ProgramStore:
         return program
 
     def write(self, key: str, program: Any) -> bool:
-        """Keeps a program that was compiled inside `without_compilation_cache`; returns whether it could be kept. Programs that call
-        back into Python cannot."""
+        """Writes a program, which must have been compiled inside of `without_compilation_cache`.
+
+        Returns whether the program could be written. Programs that call back into Python cannot.
+        """
         try:
             binary, in_tree, out_tree = serialize(program)
             body = pickle.dumps(tuple(StoredProgram(in_tree, array_signature(program.args_info), out_tree,
             array_signature(program.out_info), binary)))
         except Exception:
-            # JAX and XLA raise errors of many kinds for what they cannot serialize; the program itself is sound.
+            # JAX and XLA raise many kinds of errors for programs that they cannot serialize. The program itself still works.
             return False
         path = self.path(key)
         with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=self.folder, suffix=".part", delete=False) as file:
@@ -105,7 +112,7 @@ class ProgramStore:
         return False
 
     def tidy(self, most: int = MOST_BYTES) -> None:
-        """Removes the entries that were used longest ago, until the rest takes at most so many bytes."""
+        """Removes the least recently used entries until the others have at most `most` bytes."""
         entries = []
         with contextlib.suppress(OSError):
             for path in self.folder.iterdir():
@@ -122,7 +129,7 @@ class ProgramStore:
 
 
 def array_signature(tree: Any) -> tuple[Any, ...]:
-    """(shape, type) of each leaf."""
+    """Returns the (shape, dtype) of each leaf of a pytree."""
     return tuple((a.shape, a.dtype) for a in jax.tree.leaves(tree))
 
 
@@ -137,11 +144,11 @@ def _unpacked(name: str, content: bytes) -> StoredProgram | None:
     try:
         return StoredProgram(*pickle.loads(content[start:]))
     except Exception:
-        # The content is what was written, so this is a class of ours or of JAX that has changed under the same version.
+        # The hash is right, so a class of argosy or of JAX must have changed under the same version.
         return None
 
 
-# The default, but a program compiled with it is none that this process has already.
+# Compiler options that equal the default. With them, a compilation does not return a program that this process already has.
 ANEW = {"xla_embed_ir_in_executable": False}
 _compiling: list[bool] = []
 _lock = threading.Lock()
@@ -149,10 +156,12 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def without_compilation_cache() -> Iterator[None]:
-    """A context in which programs that are compiled with the option `ANEW` do not come from JAX's compilation cache, in any thread.
-    When XLA:CPU serializes a program that it had deserialized, some functions are lost, and calling the result fails."""
+    """A context in which programs that are compiled with the options `ANEW`, in any thread, do not come from JAX's compilation cache.
+
+    If XLA:CPU serializes a program that it has deserialized, some functions are lost, and calling the result fails.
+    """
     with _lock:
-        # The first caller saves the settings, and the last one restores them.
+        # The first caller saves jax's settings, and the last one restores them.
         _compiling.append(_caches())
         jax.config.update("jax_enable_compilation_cache", False)
         reset_cache()
@@ -172,12 +181,15 @@ def _caches() -> bool:
 def open_store(
     folder: Path | None, warn: Callable[[str], None] = lambda _: None, *, sources: bool = True
 ) -> ProgramStore | None:
-    """The store in a folder, which is made if there is none. None: the folder cannot be written, or others may write it or own it; or
-    JAX's compilation cache is turned off (JAX_ENABLE_COMPILATION_CACHE=false); or there are several processes.
+    """Opens the store in a folder, which is created if it does not exist.
+
+    Returns None if the folder cannot be written, or if others own it or may write to it. Also returns None if JAX's compilation cache
+    is turned off (JAX_ENABLE_COMPILATION_CACHE=false), or if there are several processes.
 
     Args:
-        warn: called with a sentence if the folder cannot be written, or others may write it.
-        sources: whether programs depend on the code of argosy, as those of bundles do not.
+        folder: None: there is no store.
+        warn: is called with a sentence if the folder cannot be written, or if others may write to it.
+        sources: whether programs depend on the code of argosy. The programs of bundles do not.
     """
     if folder is None or not _caches() or jax.process_count() > 1:
         return None
