@@ -1,4 +1,5 @@
-"""OLMo 2 and 3: norms after attention and feed-forward layer instead of before, and one norm over all query (and key) heads.
+"""OLMo 2 and 3: norms on the outputs of attention and feed-forward layers instead of their inputs, and one norm across all query heads
+and one across all key heads.
 
     h = x + norm(Attention(x))        y = h + norm(SwiGLU(h))
 

@@ -1,5 +1,5 @@
-"""Phi 3 and 4: Llama with fused projections on the Hub, rotary positions on part of each head (Phi-4-mini), and LongRoPE (128k
-models).
+"""Phi 3 and 4: Llama with rotary positions on part of each head (Phi-4-mini) and LongRoPE (128k models). Projections are fused on the
+Hub.
 
     h = x + Attention(RMSNorm(x))        y = h + SwiGLU(RMSNorm(h))
 

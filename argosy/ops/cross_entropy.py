@@ -105,7 +105,7 @@ def _part(w: Array, block: slice, order: str) -> Array:
 
 
 def _times(a: Array, w: Array, order: str, letter: str) -> Array:
-    """Contracts the last axis of `a` with the axis `letter` of w, summed in float32 at least."""
+    """Contracts the last axis of `a` with the axis `letter` of w. Sums in float32 at least."""
     return matmul(a, w, 1, order.index(letter), dtype=sums_in(a.dtype))
 
 

@@ -50,7 +50,7 @@ def delta_rule(
     # The previous owner of a slot may have left NaN in the state.
     state = jnp.where(starts[:, 0, None, None, None, None], 0, state)
     T = q.shape[1]
-    # By default accelerators multiply float32 as bfloat16 or TF32.
+    # By default, accelerators multiply float32 numbers in bfloat16 or TF32.
     with jax.default_matmul_precision("highest"):
         if chunk == 1 or T == 1:
             return recurrent(q, k, v, decay, rate, state, starts)

@@ -162,7 +162,7 @@ class Op(Registry):
 
     @property
     def requested(self) -> str | None:
-        """The implementation that `implementations` names, or None."""
+        """The implementation that the context `implementations` names for this op. None: it names none."""
         return _requested.get().get(self.key)
 
     @property

@@ -23,7 +23,7 @@ from argosy.ops.precision import sums_in
 from argosy.parallel.scope import axes_in, axis_sizes
 
 Losses = tuple[Float[Array, "B T"], Float[Array, "B T"]]
-# Blocks are multiples of the width of a matrix unit.
+# The number of columns of a block is a multiple of this, the width of a matrix unit.
 LANES = 128
 # The id of a column that belongs to another block. No target equals it.
 NOBODY = np.iinfo(np.int32).min
@@ -35,7 +35,7 @@ class HeadLayout(NamedTuple):
     rows: the split of targets [B T].
     weight: the split of the head's weight.
     order: the axes of the head's weight, "VD" (a tied embedding) or "DV".
-    chunk: a bound on memory. A block of logits may take as much as this number of rows of all logits.
+    chunk: a bound on memory. A block of logits may have as many numbers as this number of rows over the whole vocabulary.
     cap: the soft cap, cap * tanh(logits / cap). None: no cap.
     """
 

@@ -245,7 +245,7 @@ class DecoderConfig(LanguageConfig):
 
     @property
     def spans(self) -> str:
-        """L or G for each layer."""
+        """The letter of `pattern` for each layer, such as L (with a window) and G (attends to all earlier tokens)."""
         pattern = self.pattern or ("L" if self.window else "G")
         return (pattern * self.layers)[: self.layers]
 

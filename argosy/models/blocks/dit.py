@@ -43,7 +43,7 @@ class Embedder(nnx.Module):
         self.interval_down = Einsum("BE,ED->BD", d, bias=True, scale=0.02, legend=LEGEND) if config.intervals else None
 
     def __call__(self, waves: Float[Array, "B W"], labels: Any, interval: Any = None) -> Float[Array, "B D"]:
-        """Computes the vector.
+        """Computes the embedding, [B D].
 
         Args:
             waves: the sinusoid of the time step.

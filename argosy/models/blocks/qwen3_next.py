@@ -66,7 +66,8 @@ class DeltaNet(nnx.Module):
         self.v, self.z = Einsum("BTD,DKGU->BTKGU", d, legend=LEGEND), Einsum("BTD,DKGU->BTKGU", d, legend=LEGEND)
         self.a, self.b = Einsum("BTD,DKG->BTKG", d, legend=LEGEND), Einsum("BTD,DKG->BTKG", d, legend=LEGEND)
         self.q_taps, self.k_taps, self.v_taps = (_taps(letters, d) for letters in ("KHW", "KHW", "KGUW"))
-        # A token decays by exp(A) softplus(dt): 0.05 where A is 0, in the middle of the paper's 0.001 to 0.1 for dt.
+        # At each token the state decays by exp(A) softplus(dt). For A = 0 this is 0.05, in the middle of the paper's range 0.001 to
+        # 0.1.
         self.a_log = weight((d["K"], d["G"]), Meaning("KG", legend=LEGEND), Draw("normal", 1.0))
         self.dt = weight((d["K"], d["G"]), Meaning("KG", legend=LEGEND), Draw("constant", -3.0))
         self.norm = RMSNorm(d["U"], eps, letters="U", legend=LEGEND)

@@ -39,23 +39,23 @@ class Llama4Hub:
 
     @classmethod
     def from_hub(cls: Any, config: dict[str, Any]) -> Any:
-        read: dict[str, Any] = {"window": None} | TABLE.read(config)  # a chunk size of null is none, not ours
+        read: dict[str, Any] = {"window": None} | TABLE.read(config)  # a chunk size of null means no window, not our default
         read["moe"] |= FIXED | {"shared": read["moe"]["ffn"]}
         read |= {"pattern": _spans(config, read["layers"]), "moe_pattern": _moe_pattern(config, read["layers"])}
-        if config.get("attn_temperature_tuning", True):  # the first files say 4, and mean yes
+        if config.get("attn_temperature_tuning", True):  # the first files have 4 here, which means true
             read["temper"] = Temper(floor=config.get("floor_scale", 8192), scale=config.get("attn_scale", 0.1))
         return cls(**read, rope=Rope(**read_rope(config, 5e5), pairs="interleaved"))
 
     def to_hub(self: Any) -> dict[str, Any]:
         """Returns config.json as transformers writes it."""
         config = ARCHITECTURE | TABLE.write(self) | {"num_key_value_heads": self.K, "head_dim": self.H}
-        # Transformers requires one even if no layer is local.
+        # transformers requires a chunk size even if no layer is local.
         config |= {"attention_chunk_size": self.window or 8192}
         config |= {"no_rope_layers": [int(span == "L") for span in self.spans]}
         config |= {"layer_types": [KINDS[span] for span in self.spans]}
         config |= {"moe_layers": [i for i, kind in enumerate(self.kinds) if kind == "experts"]}
         fed = self.resolved().moe_pattern
-        if fed == "E".rjust(len(fed), "D"):  # vLLM reads no list
+        if fed == "E".rjust(len(fed), "D"):  # vLLM does not read `moe_layers`
             config |= {"interleave_moe_layer_step": len(fed)}
         config |= {"attn_temperature_tuning": self.temper is not None}
         if self.temper is not None:

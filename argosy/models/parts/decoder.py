@@ -23,7 +23,7 @@ from argosy.parallel.scope import constrain
 def head_of(config: Any) -> Einsum | None:
     """Builds the head, which maps the last layer's output to logits or scores. None if the embedding is the head (tied embeddings)."""
     if getattr(config, "scores", 0):
-        # The deviation of transformers' new heads: first scores near 0.
+        # The same standard deviation as for new heads in transformers, so that initial scores are near 0.
         return Einsum("BTD,DZ->BTZ", config.dims, scale=0.02)
     return None if config.tied else Einsum("BTD,DV->BTV", config.dims)
 

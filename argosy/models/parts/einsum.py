@@ -343,7 +343,7 @@ class Contraction(nnx.Module):
 
     @property
     def inner(self) -> str:
-        """The summed letters."""
+        """The letters of the axes that the contraction sums over."""
         return letters_of(self.eq).inner
 
     @property

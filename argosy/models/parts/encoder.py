@@ -43,7 +43,7 @@ class TextEncoder(nnx.Module):
         self.embed_norm = norm
         self.layers = Stack(plan, make, run=run)
         self.pooler = Einsum("BD,DO->BO", config.dims, bias=True) if pooler else None
-        # The deviation of transformers' new heads: first scores near 0.
+        # The same standard deviation as for new heads in transformers, so that initial scores are near 0.
         self.head = Einsum("BO,OZ->BZ", config.dims, bias=True, scale=0.02) if config.scored else None
 
     def embedded(

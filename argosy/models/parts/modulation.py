@@ -19,10 +19,10 @@ def sinusoid(timestep: Float[Array, "B"], size: int, *, shift: float = 0.0, peri
     Args:
         size: the number of features W.
         shift: diffusers' `downscale_freq_shift`, which is 0 in Flux, Stable Diffusion and Wan and 1 in diffusers' DiT.
-        period: the longest period, in units of 2 pi.
+        period: the longest wavelength is about 2 pi times this.
     """
     half = size // 2
-    # Exponents in float32, as diffusers has them: at 1000, a frequency rounded otherwise moves an angle by 6e-4.
+    # Exponents are float32, as in diffusers. At time step 1000, a frequency with other rounding would change an angle by 6e-4.
     exponents = np.float32(-np.log(period)) * np.arange(half, dtype=np.float32) / np.float32(half - shift)
     frequencies = np.exp(exponents.astype(np.float64)).astype(np.float32)
     angle = timestep[:, None].astype(jnp.float32) * frequencies

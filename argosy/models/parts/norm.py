@@ -1,4 +1,4 @@
-"""Norms, always computed in float32 at least: a mean of squares in bfloat16 has two correct digits."""
+"""Norms. They are always computed in float32 at least, because a mean of squares in bfloat16 has only two correct digits."""
 
 import jax
 import jax.numpy as jnp

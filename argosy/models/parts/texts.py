@@ -28,7 +28,7 @@ def token_vectors(
     if model.config.causal:
         x, _, aux = model.hidden(tokens, attend)
     else:
-        # RoBERTa has one type, whatever the text.
+        # RoBERTa has one token type only, which both texts of a pair get.
         x, _, aux = model.hidden(tokens, attend, types=None if types is None else jnp.minimum(types, model.config.types - 1))
     return x, attend, aux
 

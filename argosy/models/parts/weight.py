@@ -28,7 +28,7 @@ SMALL = 1 << 26
 # The most bytes of weights that one program initializes, unless a single weight has more.
 AT_ONCE = 1 << 30
 
-# {address: array or jax.ShapeDtypeStruct}.
+# Weights by address: {address: array or jax.ShapeDtypeStruct}.
 Leaves = dict[str, Any]
 
 
@@ -292,7 +292,7 @@ def _draw_rows(key: Key[Array, ""], kinds: dict[_Kind, list[_Todo]], place: Call
 
 
 def _next_power_of_two(n: int) -> int:
-    """The next power of two."""
+    """Returns the smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
 
 

@@ -186,7 +186,7 @@ def _turned(n: int, tree: Any) -> Any:
     return jax.tree.map(lambda a: lax.ppermute(a, AXIS, [(i, (i + 1) % n) for i in range(n)]), tree)
 
 
-# ---- the order of the pieces
+# ---- which device works on which pieces
 
 
 def _in_ring_order(rule: RingCall, mine: RingQueries, k: Array, v: Array) -> tuple[RingQueries, Keys]:
@@ -230,7 +230,7 @@ def _restored(rule: RingCall, a: Array) -> Array:
     return jnp.concatenate(turned, axis)
 
 
-# ---- going round
+# ---- moving keys around the ring
 
 
 def _attend_all(rule: RingCall, mine: RingQueries, keys: Keys, of: Any) -> tuple[Array, Array]:

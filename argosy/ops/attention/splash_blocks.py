@@ -16,7 +16,7 @@ INSTRUCTIONS: Mapping[str, tuple[Mapping[int, int], Mapping[int, int]]] = {
 }
 # The kind of TPU whose figures are used for other kinds.
 LIKE = "TPU v5"
-# The largest side on TPUs with less fast memory: at 1024 the compiler refuses float32, and heads of 256, on a v4.
+# The largest side on TPUs with less fast memory. On a v4, the compiler refuses a side of 1024 for float32, and for heads of 256.
 LARGEST = {"TPU v4": 512}
 # The additional cost of starting a block in the three kernels, in cycles: 0.35 us each (Pallas guide on pipelining), at 1.5 GHz.
 START = 1500

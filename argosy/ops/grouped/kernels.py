@@ -20,7 +20,7 @@ from argosy.parallel.scope import platform
 TILE_ROWS = 512
 # The largest tile along D and M: a tile of bfloat16 weights takes 2 MB of the TPU's fast memory, twice.
 TILE_SIDES = 1024
-# Tiles are whole registers of this width.
+# The sides of tiles are multiples of the width of a register.
 LANES = 128
 
 

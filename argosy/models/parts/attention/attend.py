@@ -128,7 +128,7 @@ class Attend(Protocol, metaclass=StaticProtocol):
 
     @property
     def positions(self) -> Int[Array, "B T"]:
-        """Positions of this call's tokens, each counted from the start of its own sequence."""
+        """The positions of this call's tokens, each counted from the start of the token's own sequence."""
         ...
 
     @property

@@ -120,7 +120,7 @@ class Spec:
             yield CacheEntry(name, shape, "row", jnp.float32)
 
 
-# {cache name: what one layer caches, and how many layers share the arrays}
+# {cache name: (what one layer caches, the number of layers on the arrays' leading axis; None: there is no such axis)}
 Specs = dict[str, tuple[Spec, int | None]]
 Caches = dict[str, Cache]
 
@@ -190,7 +190,7 @@ def _allocate(
                 return empty(shape, e.scales, narrow)
             return jnp.zeros(shape, dtype if e.dtype is None else sums_in(dtype))
 
-        # No kernel reads scales in a joined pool.
+        # Quantized pools are not joined, because no kernel reads scales in a joined pool.
         return {e.key: zeros(e) for e in (_joined(entries, dtype) if joined and not narrow else entries)}
 
     return {name: allocate(*spec) for name, spec in specs.items()}

@@ -1,5 +1,5 @@
-"""Multi-head attention with the options in which families differ: biases, norms on queries and keys, soft caps, sinks, and for
-each layer a window, rotary positions and a temperature.
+"""Multi-head attention. Families choose biases, norms on queries and keys, soft caps and sinks, and for each layer a window, rotary
+positions and a temperature.
 
     y = softmax(score(rope(norm(q)), rope(norm(k)))) v        q = W_q x, k = W_k x, v = W_v x
 
@@ -102,7 +102,7 @@ def rotate_heads(x: Float[Array, "B T N H"], each: Reach, attend: Attend) -> Flo
 
 
 def scale_queries(q: Float[Array, "B T N H"], each: Reach, attend: Attend) -> Float[Array, "B T N H"]:
-    """Scales queries by the positions of their tokens (the temperature of Llama 4's long contexts)."""
+    """Scales queries by a factor that grows with their position (`Temper`, for Llama 4's long contexts)."""
     if each.temper is None:
         return q
     steps = (attend.positions + 1) // each.temper.floor

@@ -113,7 +113,7 @@ def sum_scores(query: IndexQuery, keys: Float[Array, "B S J"]) -> Float[Array, "
 def top_k_mask(scores: Float[Array, "B T S"], k: int) -> Bool[Array, "B T S"]:
     """Marks the k largest scores along S. Of equal scores, the first is marked."""
     S = scores.shape[-1]
-    # With symbolic sizes, S may turn out to be less than k.
+    # A symbolic S may turn out to be less than k, so k scores of -inf are appended.
     wide = scores if isinstance(S, int) else jnp.pad(scores, ((0, 0), (0, 0), (0, k)), constant_values=-jnp.inf)
     indexes = jax.lax.top_k(wide, k)[1]
     mark = jax.vmap(jax.vmap(lambda row, at: jnp.zeros_like(row, bool).at[at].set(True)))

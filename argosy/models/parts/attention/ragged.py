@@ -60,7 +60,7 @@ class Ragged:
         return jnp.concatenate([part.reshape(1, -1, *part.shape[2:]) for part in parts], 1)
 
     def in_stack(self, cache: Cache, at: Int[Array, ""]) -> "Ragged":
-        """As `Paged.in_stack`."""
+        """Returns the strategy for layer `at` of a stacked cache, as `Paged.in_stack`."""
         return replace(self, groups=tuple(group.in_stack(cache, at) for group in self.groups))
 
     def __call__(self, q: Array, entries: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
@@ -73,7 +73,8 @@ class Ragged:
                 y, cache = group(mine, part, cache, row_read, score=score)
                 out.append(y)
             return self.joined(out), cache
-        # Groups write to pages of their own, so all may write before any reads. A read between two writes would make XLA copy the pool.
+        # Groups write to different pages, so all groups can write before any group reads. A read between two writes would make XLA copy
+        # the pool.
         for group, part in zip(self.groups, parts):
             cache = group.write(part, cache, score)
         for group, mine, row_read, part in zip(self.groups, queries, reads, parts):

@@ -8,7 +8,7 @@ from argosy.ops.attention import Score
 
 
 def segment_starts(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """Whether a token is the first of its segment."""
+    """Returns whether each token is the first of its segment."""
     first = jnp.ones_like(segments[:, :1], bool)
     return jnp.concatenate([first, segments[:, 1:] != segments[:, :-1]], 1)
 

@@ -108,7 +108,7 @@ class MoE(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
         # Padding may hold NaN, and NaN times a weight of 0 is NaN.
         x = jnp.where(live[..., None], x, 0)
-        # By default accelerators multiply float32 as bfloat16 or TF32.
+        # By default, accelerators multiply float32 numbers in bfloat16 or TF32.
         with jax.default_matmul_precision("highest"):
             logits = constrain(self.router(wide(x)), "B T E")
         weights, indexes = self.choices(logits)
@@ -223,7 +223,7 @@ def router_aux(
 ) -> dict[str, Array]:
     """Computes the expert loads and the aux losses of one layer, over live tokens."""
     real = live.astype(logits.dtype)
-    counts = jnp.sum((indexes[..., None] == jnp.arange(settings.count)).astype(logits.dtype), (1, 2))  # [B E]; nothing is kept of it
+    counts = jnp.sum((indexes[..., None] == jnp.arange(settings.count)).astype(logits.dtype), (1, 2))  # [B E]; XLA keeps no [B T k E]
     scores = jax.nn.sigmoid(logits) if settings.score == "sigmoid" else jax.nn.softmax(logits)
     shares = jnp.sum(real[..., None] * scores / jnp.sum(scores, -1, keepdims=True), 1)  # [B E]
     tokens = jnp.sum(real, 1, keepdims=True)  # [B 1]

@@ -154,7 +154,7 @@ class Unroll:
             # Each layer is split by itself, because layers of a kind may have different adapters.
             graph, weights = split(getattr(stack, name))
             cache = caches[name] if caches else None
-            # Profiles name layers by these scopes.
+            # Profiles show layers by the names of these scopes.
             with jax.named_scope(f"layers.{i}"):
                 x, new_caches[name], layer_aux = run_block(graph, layer, weights, x, cache, attend, self.remat, True, condition)
             aux.setdefault(layer.kind, []).append(layer_aux)
