@@ -376,8 +376,8 @@ def rings_with_new(
 ) -> tuple[Cache, Int[Array, "B S"]]:
     """Concatenates the entries of rings with those of the new tokens. Also returns the position of each entry.
 
-    A call may so have any number of new tokens, while the ring need not be larger than the window. Entries that belong to no token are
-    set to zero.
+    With this, a call may have any number of new tokens, and the ring need not be larger than the window. Entries that belong to no
+    token are set to zero.
 
     Args:
         past: the rings before the new tokens are written, by name without prefix.

@@ -223,7 +223,7 @@ def router_aux(
 ) -> dict[str, Array]:
     """Computes the expert loads and the aux losses of one layer, over live tokens."""
     real = live.astype(logits.dtype)
-    counts = jnp.sum((indexes[..., None] == jnp.arange(settings.count)).astype(logits.dtype), (1, 2))  # [B E]; XLA keeps no [B T k E]
+    counts = jnp.sum((indexes[..., None] == jnp.arange(settings.count)).astype(logits.dtype), (1, 2))  # [B E]; nothing of it is kept
     scores = jax.nn.sigmoid(logits) if settings.score == "sigmoid" else jax.nn.softmax(logits)
     shares = jnp.sum(real[..., None] * scores / jnp.sum(scores, -1, keepdims=True), 1)  # [B E]
     tokens = jnp.sum(real, 1, keepdims=True)  # [B 1]

@@ -352,7 +352,7 @@ class Stack(nnx.Module):
         return {kind: tuple(i for i, layer in enumerate(self.plan) if layer.kind == kind) for kind in self.kinds}
 
     def example(self, layer: Layer) -> Any:
-        """Returns a block of this layer's kind, such as to ask for the layer's `holds`."""
+        """Returns a block of this layer's kind, for example to ask what the layer caches."""
         return getattr(self, layer.kind if self.run.stacked else str(self.plan.index(layer)))
 
     def cache_name(self, layer: Layer) -> str:
