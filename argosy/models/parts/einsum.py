@@ -1,4 +1,4 @@
-"""Contractions of data with weights, dense or grouped.
+"""Seam 1: contractions of data with weights, dense or grouped.
 
     Einsum("BTD,DNH->BTNH", dims)     a projection: D is summed, N and H are kept
     Einsum("XD,EDM->XM", dims)        grouped: E is in neither the input nor the output, so a `Route` gives each row's expert

@@ -1,4 +1,5 @@
-"""Attention strategies: which keys a query attends to, where keys and values are cached, and how recurrent states are carried.
+"""Seam 2: attention strategies. They decide which keys a query attends to, where keys and values are cached, and how recurrent states
+are carried.
 
 A layer declares what it caches, `holds() -> Spec`, and the caller allocates those arrays (`contiguous`, `empty_pools`). The layer then
 calls
