@@ -86,8 +86,7 @@ class See:
 
 
 def of_segments(q: Int[Array, "B T"], k: Int[Array, "B S"], prefix: Int[Array, "B T"] | None) -> Bool[Array, "B T S"]:
-    """Returns the mask of the keys in the query's segment or in the segment that is its prefix. 0 is no prefix; padding does not match
-    it."""
+    """Returns the mask of the keys in the query's segment or in the segment that is its prefix. Prefix 0 matches nothing."""
     mask = q[:, :, None] == k[:, None, :]
     return mask if prefix is None else mask | ((prefix[:, :, None] == k[:, None, :]) & (prefix > 0)[:, :, None])
 

@@ -1,5 +1,4 @@
-"""Bidirectional attention and cross-attention for CPUs: a loop over blocks of queries, each against all keys, with its own backward
-pass.
+"""Bidirectional and cross-attention for CPUs: a loop over blocks of queries, each against all keys, with its own backward pass.
 
 The scores of an iteration stay in the processor's caches, and no scores are kept. The backward pass computes them again from each
 query's largest score and sum (arXiv:2205.14135). The gradients of keys and values are computed transposed, with the head size before

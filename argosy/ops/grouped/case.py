@@ -44,8 +44,8 @@ class GroupedCase:
         return 4 * E * (D + M)
 
     def arguments(self, seed: int = 0) -> tuple[tuple[Array, ...], dict[str, Array | None]]:
-        """Returns random arguments: (arrays to differentiate with respect to, other arrays by name). Integer weights have no
-        gradient."""
+        """Returns random arguments: (arrays to differentiate with respect to, other arrays by name). The latter include integer
+        weights."""
         rng, E = np.random.default_rng(seed), self.weights[0]
         x = jnp.asarray(rng.standard_normal((self.rows, self.weights[1])), self.dtype)
         sizes = jnp.asarray(rng.multinomial(self.rows, np.full(E, 1 / E)), jnp.int32)

@@ -178,8 +178,7 @@ def fits_bfloat16(w: np.ndarray) -> bool:
 
 
 def product(x: Float[Array, "M K"], w: Panels, sizes: Int[Array, "E"] | None = None) -> Float[Array, "M N"]:
-    """Multiplies x with a packed weight. Sums in float32, in the order of the summed axis. A row's result does not depend on other
-    rows.
+    """Multiplies x with a packed weight. Sums in float32, in the order of the summed axis, whatever the other rows.
 
     Args:
         sizes: for experts, the number of rows of each. Rows are sorted by expert. Rows after those of the last expert give zeros.

@@ -3,9 +3,9 @@
 `paged_reference` gathers the pages and then attends. It is the specification of the other implementations, such as kernels that read
 pages in place.
 
-Pools have one of two layouts: separate pools of keys [pages page K H] and of values [pages page K U], or a joined pool [pages page 2K
-H] in which each key head is followed by its value head. TPU kernels read the joined pool. Its heads may be longer than those of
-queries, and are then padded with zeros.
+Pools have one of two layouts: separate pools of keys [pages page K H] and of values [pages page K U], or a joined pool
+[pages page 2K H] in which each key head is followed by its value head. TPU kernels read the joined pool. Its heads may be longer than
+those of queries, and are then padded with zeros.
 """
 
 from collections.abc import Iterable
@@ -37,8 +37,7 @@ def paged_attention(
 
     Args:
         pools: (keys, values), or (joined,).
-        table: the KV-cache pages of each row, in order. A page out of range, including -1, belongs to no row, and its tokens are not
-        seen.
+        table: the KV-cache pages of each row, in order. Tokens of a page out of range, including -1, are not seen.
         lengths: the number of tokens of each row in its pages, including those of these queries. Later entries may hold anything.
         at: the positions of the queries.
         lse: whether to return (output, log-sum-exp of each query's scores [B T N] in float32) instead of the output.

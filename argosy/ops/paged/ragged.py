@@ -113,8 +113,7 @@ def ragged_refusal(heads: int, size: int, dtype: Any) -> str | None:
 
 
 def joined_size(heads: int, size: int, dtype: Any) -> int | None:
-    """Returns the head size of joined pools, if layers on this platform should cache keys and values in joined pools. None: they should
-    not."""
+    """Returns the head size of joined pools. None: layers on this platform should not use joined pools."""
     if (PAGED_ATTENTION.requested or PAGED_ATTENTION.preferred[0]) != "ragged":
         return None
     filled = -(-size // LANES) * LANES

@@ -2,8 +2,8 @@
 
 XLA:CPU transposes keys and values before a product for each key head. For many rows at once, these copies do not fit in the processor's
 caches. Here, the queries of a row are one matrix [N, K*H] that is zero except in the columns of each query's own key head. It is
-multiplied with the keys as they are stored, [S, K*H]. This takes K times the multiplications, which is still faster than reading keys
-and values if there are few query heads.
+multiplied with the keys as they are stored, [S, K*H]. This takes K times the multiplications. With few query heads, these still
+take less time than reading keys and values.
 """
 
 import math

@@ -136,8 +136,7 @@ class Programs:
             return program(*arguments)
 
     def prepared(self, program: Program, at: Hashable, *arguments: Any) -> Callable[..., Any]:
-        """Returns a function that calls the program with such arguments. Inside of `ahead`, first waits until the executable is
-        ready."""
+        """Returns a function that calls the program with such arguments. Inside of `ahead`, waits until the executable is ready."""
         if self._ahead is not None and (program, at) not in self._ready:
             self._outputs[program, at] = self._ahead(program, at, arguments)
             self._ready[program, at] = self._ahead.ready(program, at)
