@@ -62,11 +62,29 @@ def read_image(data: bytes, most_pixels: int = MOST_PIXELS) -> "np.ndarray":
     except BadInput:
         raise
     except Exception as error:
-        # Pillow's readers raise errors of many kinds on damaged files.
-        message = " ".join(str(error).split())[:200]
-        # The message for an unknown kind of file names a Python object, and is left out.
-        reason = "" if "cannot identify" in message else f", {message or type(error).__name__}"
-        raise BadInput(f"no image that can be read: {described_bytes(data)}{reason}") from None
+        raise _unreadable(data, error) from None
+
+
+def image_size(data: bytes) -> tuple[int, int]:
+    """Height and width of an image file, by its head: no pixel is decoded.
+
+    Raises:
+        BadInput: it is no image.
+    """
+    image_module = pillow()
+    try:
+        with image_module.open(io.BytesIO(data)) as opened:
+            return opened.height, opened.width
+    except Exception as error:
+        raise _unreadable(data, error) from None
+
+
+def _unreadable(data: bytes, error: Exception) -> BadInput:
+    """What is said of an error of Pillow's readers, which raise many kinds on damaged files."""
+    message = " ".join(str(error).split())[:200]
+    # That of a file of no known kind names a Python object.
+    reason = "" if "cannot identify" in message else f", {message or type(error).__name__}"
+    return BadInput(f"no image that can be read: {described_bytes(data)}{reason}")
 
 
 def described_bytes(data: bytes) -> str:
