@@ -1,4 +1,4 @@
-"""Builds the parts of a training run from its settings, before anything is written, and checks that they fit."""
+"""Builds the parts of a training run from its settings, and checks that they fit, before any file is written."""
 
 from typing import Any
 
@@ -32,16 +32,19 @@ def assemble(
     reads: bool = True,
     say: Say = lambda _: None,
 ) -> Assembly:
-    """Builds and checks all parts of a run, without drawing or reading weights but those of encoders whose results are not cached.
+    """Builds and checks all parts of a run. The weights of the model are neither initialized nor read. Weights of encoders are read if
+    their outputs are not cached.
 
     Args:
-        target: the devices; None: this machine's.
-        reads: whether data and tokenizer are read. Without them, a run has shapes of batches only, and its memory is not checked.
-        progress: as in `data.prepare.prepare`.
-        say: called with what is encoded.
+        run: the settings of the run.
+        decided: the resolved "auto" settings.
+        progress: reports the preparation of data, as in `data.prepare.prepare`.
+        target: the devices; None: those of this machine.
+        reads: whether data and tokenizer are read. If not, batches have only shapes, and the memory need is not checked.
+        say: called with messages about the encoding of images and captions.
 
     Raises:
-        UserError: a mistake in implementations, data, tokenizer, model, mesh, batch or memory.
+        UserError: there is a mistake in implementations, data, tokenizer, model, mesh, batch or memory.
     """
     target = target or Target.here()
     raise_mistakes(list(violations(Situation(run, target.processes, target.platform))))
@@ -87,7 +90,7 @@ def _source(run: Run) -> tuple[Any, Any]:
 
 
 def _reference(run: Run, model: ModelParts, state: StateParts) -> dict[str, Role]:
-    """The model before its first step, where updates or rollouts read it."""
+    """Returns the reference (the initial model) by its role, if updates or rollouts read it."""
     if run.objective.roles.get(reference.ROLE) not in ("online", "rollout"):
         return {}
     shapes = state.shapes.params | state.shapes.rest

@@ -1,7 +1,8 @@
-"""The parts of a training run, and the functions that read several of them: states, sizes, and the scope that programs are traced in.
+"""The parts of a training run, with the functions that need several parts: training states, sizes, and the scope in which programs are
+traced.
 
-`run.assembly.assemble` builds the record. Two parts depend on the kind of objective: `updates` turns a batch into an update, and
-`rollouts` samples batches, if the objective learns from samples.
+`run.assembly.assemble` builds the parts. Two of them depend on the kind of objective: `updates` turns a batch into an update, and
+`rollouts` samples batches if the objective learns from samples.
 """
 
 import math
@@ -54,32 +55,32 @@ class Updates(Protocol):
     """Turns batches into updates."""
 
     def roles(self, assembly: "Assembly") -> Mapping[str, Role]:
-        """The frozen models that an update reads."""
+        """Returns the frozen models that an update reads, by role."""
         ...
 
     def lower(self, assembly: "Assembly") -> Any:
-        """The update before it is compiled."""
+        """Traces and lowers the update, without compiling it."""
         ...
 
     def compile(self, assembly: "Assembly") -> Any:
-        """The compiled update (state, batch, frozen weights) -> (state, metrics)."""
+        """Compiles the update (state, batch, frozen weights) -> (state, metrics)."""
         ...
 
     def place(self, assembly: "Assembly", batch: Any) -> Any:
-        """Puts a host batch onto the devices."""
+        """Moves a batch from the host to the devices."""
         ...
 
 
 @dataclass(frozen=True)
 class AdapterParts:
-    """The adapters of a run; empty without any.
+    """The adapters of a run. All fields are empty if there are none.
 
-    contractions: names of the contractions that have an adapter.
-    base: addresses of the frozen weights under adapters, which checkpoints leave out.
-    retrained: addresses of the weights that are trained in full beside adapters.
-    stacked: factors of frozen adapters under the trained ones, by address.
-    schemes: quantization of the base in its file, by per-layer name, if its codes are kept. If empty, the base is converted to floats,
-        which `adapter=qlora` rounds.
+    contractions: the names of the matrix products with an adapter.
+    base: the parameter names of the frozen base weights, which checkpoints leave out.
+    retrained: the parameter names of the weights that are trained in full in addition to adapters.
+    stacked: the factors of frozen adapters of the base, to which the trained adapters are added, by parameter name.
+    schemes: the quantization of the base in its file, by the name of each layer's weight, if the quantized codes are kept. If empty,
+        the base is converted to floats, which `adapter=qlora` quantizes again.
     """
 
     contractions: tuple[str, ...] = ()
@@ -93,22 +94,29 @@ class AdapterParts:
 class Assembly:
     """The parts of a run. No array exists until `start` or `restored` creates a state.
 
-    batches: training batches.
-    evals: evaluation batches; None without evaluation, or if rollouts evaluate.
-    model: the module; its weights are shapes until they are drawn or read.
-    graph: the module's structure without weights.
+    run: the settings of the run.
+    decided: the resolved "auto" settings.
+    mesh: the mesh of devices.
+    tokenizer: the tokenizer; None if the data are not text.
+    batches: the training batches.
+    evals: the evaluation batches; None without evaluation, or if rollouts evaluate.
+    model: the module. Its weights are shapes until they are initialized or read.
+    graph: the structure of the module without weights.
+    adapters: the adapters.
+    optimizer: the Optax transformation.
     rate: (step) -> the learning rate.
-    shapes: shapes of the state's arrays.
-    places: shardings of the state's arrays.
+    shapes: the shapes of the arrays of the training state.
+    places: the shardings of the arrays of the training state.
     updates: turns a batch into an update.
     products: the implementation of matrix products with weights.
-    roles: frozen models that steps read, by role.
-    target: the devices that it is built for.
-    frozen: weights of the frozen models by role, once they are read.
-    teacher: in distillation, the model to learn from.
-    parts: frozen models of the diffusers folder that what is trained belongs to, and the net of a perceptual term, by role.
-    rollouts: the parts of sampling, if batches are sampled from the run's own model.
-    prompts: what a denoiser that reads captions is asked to draw during training.
+    roles: the frozen models that steps read, by role.
+    target: the devices that the run is built for.
+    frozen: the weights of the frozen models by role, from when they are read.
+    teacher: the teacher of a distillation run; otherwise None.
+    parts: further frozen models by role: those of the diffusers folder that the trained model belongs to, or the network of a
+        perceptual loss.
+    rollouts: the parts of sampling, if batches are sampled from the run's own model; otherwise None.
+    prompts: the prompts that a denoiser draws during training, encoded; None for other models.
     """
 
     run: Run
@@ -137,18 +145,25 @@ class Assembly:
     # ---------------------------------------------------------------- states
 
     def start(self) -> TrainState:
-        """A state with random weights, drawn from the run's seed."""
+        """Makes a state with random weights from the run's seed."""
         self.draw()
         _, params, rest = split_trained(self.model)
         return self.begin(params, rest)
 
     def draw(self) -> None:
-        """Draws the weights that the model still lacks from the run's seed."""
+        """Initializes, in place, the weights that the model still lacks, from the run's seed."""
         places = self.places.params | self.places.rest
         fill(self.model, jax.random.key(self.run.seed), addresses=layer_addresses(self.model), place=places.__getitem__)
 
     def begin(self, params: dict[str, Any], rest: dict[str, Any], step: int = 0, optimizer: Any = None) -> TrainState:
-        """A state with these weights, and a fresh optimizer unless one is given."""
+        """Makes a state with these weights. The state of the optimizer is initialized unless it is given.
+
+        Args:
+            params: the trained weights, by parameter name.
+            rest: all other weights, by parameter name.
+            step: the number of updates so far.
+            optimizer: the state of the optimizer.
+        """
         if optimizer is None:
             optimizer = jax.jit(self.optimizer.init, out_shardings=self.places.optimizer)(params)
         key = jax.random.key(self.run.seed)
@@ -158,9 +173,11 @@ class Assembly:
         return TrainState(number, params, rest, optimizer, key, self._guard({}), ema)
 
     def packed(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The state as a checkpoint stores it: (weights without those of a base, the rest), both {name: array}. Weights of parts beside
-        the model, such as a critic, are in the rest. With an average of the weights, it is what is stored as weights, and the trained
-        ones are in the rest.
+        """Converts a state to the form that checkpoints store. Returns two mappings {name: array}.
+
+        The first has the weights of the model, without the base under adapters. The second has everything else, such as the optimizer's
+        state and the weights of auxiliary modules (a critic). If the run averages its weights, the first has the average, and the
+        trained weights are in the second.
         """
         key, inference = jax.random.key_data(state.key), state.inference_params
         weights = {name: leaf for name, leaf in (inference | state.rest).items() if name not in self.adapters.base}
@@ -172,7 +189,8 @@ class Assembly:
         }
 
     def restored(self, weights: dict[str, Any], arrays: dict[str, Any]) -> TrainState:
-        """The state from what `packed` returned and the weights of the base, with arrays placed as `state_places` says."""
+        """Makes a state from the two mappings of `packed`, the first with the weights of the base added. The arrays must be sharded as
+        `state_places` returns."""
         arrays, extras = split_parts(arrays)
         weights = weights | extras
         optimizer = unflatten_state(self.shapes.optimizer, {k.removeprefix("optimizer."): v for k, v in arrays.items()})
@@ -184,7 +202,7 @@ class Assembly:
         return TrainState(arrays["step"], params, rest, optimizer, key, self._guard(arrays), ema)
 
     def state_places(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Shardings of the arrays that `packed` returns."""
+        """Returns the shardings of the arrays that `packed` returns."""
         everywhere = self.places.step
         # A checkpoint may lack a guard's arrays: its settings may change.
         state = {"step": everywhere, "key": everywhere} | {f"{GUARD}{name}": everywhere for name in GUARD_ARRAYS}
@@ -194,7 +212,7 @@ class Assembly:
         return weights, state | extras | raw
 
     def _guard(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """The guard's arrays, from a checkpoint where they fit these settings, or as they begin."""
+        """Returns the guard's arrays. They are those of a checkpoint if they fit the settings, otherwise the initial ones."""
         stored = {name: (arrays.get(f"{GUARD}{name}"), first) for name, first in begin(self.run.guard).items()}
         fits = {name: a is not None and a.shape == first.shape for name, (a, first) in stored.items()}
         # Losses and their number go together.
@@ -205,49 +223,50 @@ class Assembly:
 
     @property
     def compiler_options(self) -> dict[str, str]:
-        """The options that steps are compiled with."""
+        """The compiler options for steps."""
         return OPTIONS.get(self.target.platform, {}) if self.run.execution.compiler_options == "auto" else {}
 
     def compile(self) -> Any:
-        """The compiled update; the state is donated, except the frozen weights of a base."""
+        """Compiles the update. It takes the state as donated, except for the frozen base weights."""
         return self.updates.compile(self)
 
     def lower(self) -> Any:
-        """The update before it is compiled, for devices that may be absent."""
+        """Traces and lowers the update without compiling it, for devices that may be absent."""
         return self.updates.lower(self)
 
     def with_frozen(self, program: Any) -> Any:
-        """A compiled update or evaluation as a function of state and batch, with this run's frozen models bound."""
+        """Binds this run's frozen models to a compiled update or evaluation. Returns a function of state and batch."""
         names = tuple(self.updates.roles(self))
         return lambda state, batch: program(state, batch, {name: self.frozen[name] for name in names})
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """A scope for tracing programs of this run: under its mesh, with the implementations of its settings and its winners."""
+        """A context in which programs of this run are traced: under its mesh, with the implementations of ops that its settings and
+        `argosy autotune` chose."""
         attention, experts = requested_attention(self.run), self.run.execution.experts
         choices = implementations(attention=attention, experts=experts, products=self.products.name)
         with scope(self.mesh, self.run.mesh.table()), choices, winners(winners_of(self)):
             yield
 
     def batch_shapes(self, sizes: Mapping[str, int] | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes and types of the arrays of a batch, by name.
+        """Returns the shapes and types of the arrays of a batch, by name.
 
         Args:
-            sizes: of the axes that are fields' own, by letter; None: those of the training batches.
+            sizes: the sizes of the axes that belong to one field, by letter; None: those of the training batches.
         """
         data, sizes = self.run.data, self.batches.sizes if sizes is None else sizes
         return batch_shapes(self.run.objective, data.batch, data.sequence, batch_sharding(self.mesh), sizes)
 
     def place(self, batch: Any) -> Any:
-        """Puts a host batch onto the devices: the arrays that an update reads."""
+        """Moves the arrays of a batch that an update reads from the host to the devices."""
         return self.updates.place(self, batch)
 
     def place_fields(self, batch: Any) -> Any:
-        """Puts arrays of rows onto the devices, split over the rows."""
+        """Moves arrays from the host to the devices, with their rows split over the devices."""
         return place_batch(batch, self.mesh)
 
     def close(self) -> None:
-        """Stops the threads that read ahead, and the processes that sample."""
+        """Stops the threads that prefetch data, and the processes that sample."""
         for part in (self.batches, self.evals, self.rollouts):
             if part is not None:
                 part.close()
@@ -256,19 +275,19 @@ class Assembly:
 
     @property
     def steps(self) -> int:
-        """The number of steps of the run: the setting, or fewer if the epochs end before."""
+        """The number of steps of the run: the setting `steps`, or fewer if the epochs end before."""
         return scheduled_steps(self.run.steps, self.batches)
 
     @property
     def parameters(self) -> int:
-        """The number of parameters of the model and of its adapters. A quantized base counts as before quantization."""
+        """The number of parameters of the model and of its adapters. A quantized base counts as if it were not quantized."""
         if self.adapters.base:
             return self.run.model.parameters() + parameter_count(self._factors)
         return parameter_count(self.shapes.params) + parameter_count(self.shapes.rest)
 
     @property
     def positions(self) -> int:
-        """Positions of a row: tokens of a text, patches of an image."""
+        """The number of positions in a row: tokens of a text, or patches of an image."""
         sizes = self.batches.sizes
         if self.run.model.inputs != "images":
             return self.run.data.sequence
@@ -276,9 +295,8 @@ class Assembly:
 
     @property
     def flops_per_step(self) -> int:
-        """FLOPs of the forward and backward pass; attention counts in full, although half of it is masked. Frozen weights have no
-        gradient, which saves one of three passes over them; adapters have all three. The net of a perceptual term is counted, and no
-        other frozen model beside the trained one."""
+        """The FLOPs of a forward and backward pass. Attention counts in full, although half of it is masked. Frozen weights have no
+        gradient, so only two of three passes over them count; adapters count with all three."""
         model, tokens = self.run.model, self.positions
         if not self.adapters.base:
             net = self.parts.get(PERCEPTUAL)
@@ -292,12 +310,12 @@ class Assembly:
 
     @property
     def _factors(self) -> dict[str, Any]:
-        """The trained weights of adapters."""
+        """Returns the trained weights of adapters, by parameter name."""
         return {address: shape for address, shape in self.shapes.params.items() if address not in self.adapters.retrained}
 
 
 def scheduled_steps(steps: int, batches: Batches) -> int:
-    """The number of steps over which the learning rate is scheduled: the run's, or fewer if its epochs end before. Otherwise a run on a
-    small file would end in the middle of its warm-up.
+    """Returns the number of steps over which the learning rate is scheduled: the setting `steps`, or fewer if the epochs end before.
+    Otherwise a run on a small file could end in the middle of its warm-up.
     """
     return min(steps, batches.summary().ends_after or steps)

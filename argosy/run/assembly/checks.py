@@ -1,4 +1,4 @@
-"""The mesh, data and tokenizer of a run, checked against its settings."""
+"""Opens the mesh, data and tokenizer of a run, and checks them against its settings."""
 
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ def check_implementations(execution: Any) -> None:
 
 
 def mesh_of(run: Run, target: Target) -> Mesh:
-    """The mesh of a run over its devices; on this machine, without those that only sample.
+    """Makes the mesh of a run over its devices. On this machine, devices that only sample are left out.
 
     Raises:
         BadInput: the mesh does not fit the devices, or the batch or the experts are not divisible by its axes.
@@ -61,7 +61,7 @@ def mesh_of(run: Run, target: Target) -> Mesh:
 
 
 def source_of(run: Run) -> tuple[Any, Tokenizer | None]:
-    """The source of a run's data and its tokenizer.
+    """Returns the source of a run's data, and its tokenizer.
 
     Raises:
         UserError: the source or the tokenizer is missing, or the tokenizer has tokens that the model lacks.
@@ -74,10 +74,10 @@ def source_of(run: Run) -> tuple[Any, Tokenizer | None]:
 
 
 def prompts_tokenizer(run: Run) -> Tokenizer:
-    """The tokenizer of a run that learns from completions of prompts.
+    """Returns the tokenizer of a run that learns from completions of prompts.
 
     Raises:
-        BadInput: the data has no tokenizer.
+        BadInput: the data have no tokenizer.
     """
     tokenizer = pipeline.tokenizer_for(run.data)
     if tokenizer is None:
@@ -89,7 +89,7 @@ def check_formats(run: Run, source: Any) -> None:
     """Checks that the records of the data have the format that the objective trains on.
 
     Raises:
-        BadInput: they have another format, or the data has no records.
+        BadInput: the records have another format, or the data have no records.
     """
     from argosy.data.mixtures.table import DataMixture
     from argosy.data.prepare import Prepared

@@ -1,4 +1,4 @@
-"""Images of a subject's class, which DreamBooth's model draws itself before its first step."""
+"""Images of a subject's class for DreamBooth, which the initial model generates before the first step."""
 
 import os
 from pathlib import Path
@@ -21,11 +21,15 @@ BATCH = 4
 
 
 def class_images(run: Run, objective: DreamBooth, dtype: Any, say: Say) -> Path:
-    """The folder of the class's images, after those that are missing were drawn. Image i follows from the run's seed and i, so a run
-    that was killed while it drew goes on where it was.
+    """Generates the class images that are missing, and returns their folder. Image i depends only on the run's seed and on i, so a run
+    that was killed while it generated images continues with the missing ones.
+
+    Args:
+        dtype: the compute type.
+        say: called with messages.
 
     Raises:
-        BadInput: the run's directory is no local one, or there is no model to draw with.
+        BadInput: the run directory is not local, or there is no model to generate images with.
     """
     folder = Path(objective.class_data_dir or f"{run.dir}/{CLASS_IMAGES}").expanduser()
     if is_address(str(objective.class_data_dir or run.dir)):

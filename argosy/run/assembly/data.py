@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DataParts:
-    """The parts of a run that depend on its data; `Assembly` describes each."""
+    """The parts of a run that depend on its data. `Assembly` describes the fields."""
 
     batches: Batches
     evals: Batches | None
@@ -43,7 +43,7 @@ class DataParts:
 class UnreadBatches(Batches):
     """Batches of which only the shapes are known, for a run that is planned and not started.
 
-    shape: that of the parts of a rollout; None for other batches.
+    shape: the shape of the micro-batches of a rollout; None for other batches.
     """
 
     shape: Any = None
@@ -69,8 +69,8 @@ class UnreadBatches(Batches):
 
 
 def image_sizes(run: Run) -> dict[str, int]:
-    """The sizes of images or latents, and of states of captions, by the letters of their fields: those of the settings. Without
-    `data.image.size`, they are those that the model was made for."""
+    """Returns the sizes of images or latents, and of the hidden states of captions, by the letters of their axes, from the settings.
+    Without `data.image.size`, images have the size that the model was made for."""
     model = run.model
     side = getattr(model, "size", model.size_multiple)
     if (pixels := run.data.image.size) is not None:
@@ -86,7 +86,7 @@ def image_sizes(run: Run) -> dict[str, int]:
 
 
 def unread_data(run: Run, decided: Decided, mesh: Any) -> DataParts:
-    """The parts of a run whose data is not read, and from whose model nothing is sampled."""
+    """Makes the data parts of a run that is only planned: no data are read, and nothing is sampled."""
     if run.rollout is None:
         return DataParts(UnreadBatches(run), UnreadBatches(run) if run.eval.batches else None, BatchUpdates())
     from argosy.run.rl.parts import part_shape
@@ -108,10 +108,15 @@ def stored_data(
     progress: Callable[..., Any] | None,
     say: Say,
 ) -> DataParts:
-    """Batches of stored data, with the further fields that their objective reads.
+    """Makes the batches of stored data, with the fields that the objective reads in addition, such as a cached reference.
+
+    Args:
+        source: the source of the data.
+        progress: reports the preparation of data.
+        say: called with messages.
 
     Raises:
-        UserError: a mistake in data or settings.
+        UserError: there is a mistake in data or settings.
     """
     encoded = None
     if run.encoders.used:
@@ -151,10 +156,10 @@ def stored_data(
 
 
 def sampled_data(run: Run, decided: Decided, mesh: Mesh, tokenizer: Tokenizer) -> DataParts:
-    """Batches from rollouts, by rewards or by a teacher.
+    """Makes the batches of a run that learns from rollouts, by rewards or by a teacher.
 
     Raises:
-        UserError: a mistake in prompts, rewards or settings.
+        UserError: there is a mistake in prompts, rewards or settings.
     """
     from argosy.run.rl.updates import RolloutUpdates
 

@@ -1,5 +1,5 @@
-"""Resolves "auto" settings for the devices of a run. The choices are stored with the run, and a run that resumes elsewhere keeps them,
-because scan and unroll agree only to rounding.
+"""Resolves "auto" settings for the devices of a run. The choices are stored with the run. A run that resumes on other devices keeps
+them, because the alternatives (such as scan and unroll) agree only to rounding.
 """
 
 from dataclasses import dataclass
@@ -21,12 +21,13 @@ class Decided:
     """The resolved "auto" settings of a run.
 
     layers: whether layers are unrolled or scanned.
-    precision: type of the activations.
-    base_dtype: type of frozen weights under adapters.
-    rounds: rounds of the pipeline (`execution.rounds`).
-    products: implementation of matrix products with weights.
-    shared_prompts: whether completions of one prompt share it in gradients.
-    winners: implementations that `argosy autotune` chose, by the kind of device and the case; None: none (`run.assembly.winners`).
+    precision: the type of the activations.
+    base_dtype: the type of the frozen weights under adapters.
+    rounds: the number of rounds of the pipeline (`execution.rounds`).
+    products: the implementation of matrix products with weights.
+    shared_prompts: whether completions of one prompt share one copy of it in updates.
+    winners: the implementations of ops that `argosy autotune` chose, by kind of device and case (`run.assembly.winners`); None if there
+        are none.
     """
 
     layers: Literal["unroll", "scan"]
@@ -43,7 +44,7 @@ class Decided:
 
     @classmethod
     def here(cls, run: Run, target: Target | None = None) -> "Decided":
-        """The choices for a run on these devices; None: this machine's."""
+        """Makes the choices for a run on these devices. The default devices are those of this machine."""
         target = target or Target.here()
         cpu = target.platform == "cpu"
         layers, rounds = run.execution.run, run.execution.rounds

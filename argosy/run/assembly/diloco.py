@@ -38,10 +38,10 @@ def check_model(run: Any, model: Any, steps: int) -> None:
     """Checks the model and the number of steps.
 
     Args:
-        steps: number of steps of the run, or fewer if its epochs end before.
+        steps: the number of steps of the run, or fewer if its epochs end before.
 
     Raises:
-        BadInput: no outer step would follow the last steps.
+        BadInput: the last steps would be followed by no outer step.
         Unsupported: some weights are updated by a rule instead of a gradient.
     """
     every = run.diloco.every
@@ -78,14 +78,14 @@ def check_replicas(run: Any, mesh: Mesh, folder: Path) -> None:
 
 
 def unfinished_outer_step(run: Any, step: int) -> str:
-    """A note for a run whose data ended between two outer steps, as after a rollback; "" if it did not."""
+    """Returns a note for a run that ended between two outer steps, as it may after a rollback; "" for other runs."""
     if not run.diloco.every or not (remainder := step % run.diloco.every):
         return ""
     return f"; its last {plural(remainder, 'step')} moved no outer weights, which are those of step {step - remainder} (diloco.every)"
 
 
 def diloco_header(run: Any, mesh: Mesh) -> dict[str, str]:
-    """The header's line about replicas; empty without them."""
+    """Returns the header's line about replicas; empty without DiLoCo."""
     every = run.diloco.every
     if not every:
         return {}

@@ -1,4 +1,4 @@
-"""The data of a run whose images and captions go through frozen models first, and the prompts that it draws during training."""
+"""Encodes the images and captions of a run by frozen models before training, and the prompts that the run draws during training."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,13 +28,14 @@ from argosy.train.objectives.images.textual_inversion import TextualInversion
 
 @dataclass(frozen=True)
 class SamplePrompts:
-    """Conditions of the prompts that a run draws during training, computed before its first step: text encoders are then not needed
-    any more.
+    """The encoded prompts that a run draws during training. They are computed before the first step, so that text encoders can be
+    freed.
 
-    texts: the prompts; the empty one is known too.
-    states: `text` [P + 1 S E], `text_mask` [P + 1 S] and `pooled` [P + 1 O] of the empty prompt and of the texts.
-    controls: for a ControlNet, the first control images of the data [N Y X 3] in 0..1.
-    captions: the caption of each of these.
+    texts: the prompts.
+    states: the hidden states `text` [P + 1 S E], the attention mask `text_mask` [P + 1 S] and the pooled vectors `pooled` [P + 1 O] of
+        the empty prompt and of the P prompts.
+    controls: the first control images of the data [N Y X 3] in 0..1, for a ControlNet; otherwise None.
+    captions: the caption of each control image.
     """
 
     texts: tuple[str, ...]
@@ -51,10 +52,10 @@ class SamplePrompts:
 
 
 class EncodedData:
-    """A run's images and captions after its encoders.
+    """The images and captions of a run, encoded by its frozen encoders.
 
     Raises:
-        BadInput: the data has no images, or the encoders do not fit the model.
+        BadInput: the data have no images, or the encoders do not fit the model.
     """
 
     def __init__(self, run: Run, decided: Decided, images: Any, say: Say):
@@ -88,13 +89,13 @@ class EncodedData:
             raise BadInput("a ControlNet reads control images, and this data has none", where=self.images.where, hint=hint)
 
     def finish(self, sizes: Mapping[str, int]) -> SamplePrompts | None:
-        """What is drawn during training, once the data is encoded. Frees the encoders.
+        """Encodes the prompts to draw during training, and frees the encoders. Call it after the data are encoded.
 
         Args:
-            sizes: of the rows, by the letters of their fields.
+            sizes: the sizes of the axes of the encoded data, by letter.
 
         Raises:
-            BadInput: the states of captions have another width than the model reads.
+            BadInput: the hidden states of captions have another width than the model reads.
         """
         widths = {"e": ("text_width", "states"), "o": ("pooled_width", "vector")}
         for letter, (name, label) in widths.items() if self.encoders.reads_text else ():
@@ -111,7 +112,8 @@ class EncodedData:
         return sample_prompts
 
     def _examples(self) -> tuple[list[str], np.ndarray | None]:
-        """The first captions of the data, held-out ones, if there are; for a ControlNet with their control images, of one size."""
+        """Returns the first captions of the data, from the held-out split if there is one. For a ControlNet, also returns their control
+        images, which have one size."""
         channels = 3 if self.encoders.space is None else self.encoders.space.channels
         for held_out in (True, False):
             parts = self.images.splits(held_out, channels)

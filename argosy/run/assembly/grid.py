@@ -1,4 +1,4 @@
-"""The mesh of a run in its header, and the weights that the mesh does not split."""
+"""Describes the mesh of a run for its header, with the weights that the mesh does not split."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,10 +9,10 @@ from argosy.parallel.unsplit import unsplit_weights
 
 
 def mesh_header(mesh: Mesh, weights: Mapping[str, Any]) -> dict[str, str]:
-    """The header's lines about the mesh.
+    """Returns the header's lines about the mesh.
 
     Args:
-        weights: arrays, or their shapes with shardings, by address.
+        weights: the weights by parameter name, as arrays or as shapes with shardings.
     """
     if mesh.size == 1:
         return {}

@@ -1,4 +1,5 @@
-"""The model of a run with its adapters, critic and projection, and the frozen models beside it; no weight is drawn or read."""
+"""Builds the model of a run with its adapters, critic and projection, and the frozen models. Weights are neither initialized nor
+read."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from argosy.train.optimizers.groups import freeze_groups
 
 @dataclass(frozen=True)
 class ModelParts:
-    """The parts of a run that depend on its model; `Assembly` describes each."""
+    """The parts of a run that depend on its model. `Assembly` describes the fields."""
 
     model: Any
     adapters: AdapterParts
@@ -46,10 +47,13 @@ class ModelParts:
 
 
 def build_model(run: Run, decided: Decided, mesh: Mesh, tokenizer: Tokenizer | None, steps: int) -> ModelParts:
-    """Builds the model with the strategy of its layers on this mesh, its adapters, and the frozen models.
+    """Builds the model of a run, its adapters, and the frozen models.
+
+    Args:
+        steps: the number of steps of the run.
 
     Raises:
-        UserError: its layers do not divide, some weights would stay random, or the teacher does not fit.
+        UserError: the layers do not divide into pipeline stages, some weights would stay random, or the teacher does not fit.
     """
     layers = execution(run, decided, mesh)
     model = run.model.build(layers)
@@ -77,10 +81,10 @@ def build_model(run: Run, decided: Decided, mesh: Mesh, tokenizer: Tokenizer | N
 
 
 def _check_trained(run: Run, model: Any) -> None:
-    """Checks that no weight would keep its random value.
+    """Checks that no weight would keep its random initial value.
 
     Raises:
-        BadInput: some would.
+        BadInput: a weight would keep it, because nothing trains it.
     """
     untrained = [] if run.init.weights or run.init.state else [a for a, v in variables(model).items() if isinstance(v, SelectionWeight)]
     if untrained:
@@ -104,8 +108,8 @@ def _put_adapters(run: Run, decided: Decided, model: Any) -> AdapterParts:
 
 
 def stored_schemes(run: Run) -> Mapping[str, Scheme]:
-    """The quantization of the base in its file, by per-layer name, if its codes can stay under the run's adapters. That needs adapters
-    that start from zero, and no trained weights beside them. Otherwise empty.
+    """Returns the quantization of the base model in its file, by the name of each layer's weight, if the run can keep the quantized
+    codes. That needs adapters that start from zero, and no other trained weights. Otherwise returns an empty mapping.
     """
     from argosy.checkpoint.open import open_model
 
@@ -118,10 +122,11 @@ def stored_schemes(run: Run) -> Mapping[str, Scheme]:
 
 
 def stacked_adapters(run: Run) -> Mapping[str, Any]:
-    """The factors of the base's adapters that stay frozen under the run's, by the per-layer name of their contraction.
+    """Returns the factors of adapters of the base that stay frozen under the run's adapters, by the name of each layer's matrix
+    product.
 
     Raises:
-        BadInput: the base has adapters and the run does not say how to treat them, or it says so and there are none.
+        BadInput: the base has adapters and `adapter.onto` is not set, or it is set and the base has none.
         Unsupported: DoRA on either side, adapters of a quantized base, or rollouts.
     """
     from argosy.checkpoint.open import open_model

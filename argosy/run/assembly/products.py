@@ -15,8 +15,8 @@ SMALLEST = 1_000_000
 class ProductChoice(NamedTuple):
     """The implementation of matrix products with weights.
 
-    name: its name in `ops.matmul.MATMUL`.
-    reason: why it differs from the stored choice; "" if it does not.
+    name: the name of the implementation in `ops.matmul.MATMUL`.
+    reason: the reason why it differs from the stored choice; "" if it does not differ.
     """
 
     name: str
@@ -24,7 +24,8 @@ class ProductChoice(NamedTuple):
 
 
 def decided_products(run: Run, precision: str, devices: int, platform: str) -> str:
-    """The setting `execution.products`; without it `amx` in float32 on one CPU device that has it, and `xla` elsewhere."""
+    """Returns the setting `execution.products` if it is set. The default is `amx` for float32 on a single CPU device that has it, and
+    `xla` elsewhere."""
     if run.execution.products is not None:
         return run.execution.products
     if run.objective.needs.forward or run.model.parameters() < SMALLEST or _why_not(precision, devices, platform):
@@ -33,7 +34,10 @@ def decided_products(run: Run, precision: str, devices: int, platform: str) -> s
 
 
 def products_of(run: Run, products: str, precision: str, platform: str, devices: int) -> ProductChoice:
-    """The implementation that can run here.
+    """Returns the implementation that can run here.
+
+    Args:
+        products: the stored choice.
 
     Raises:
         Unsupported: the settings name one that cannot run here.
@@ -45,7 +49,8 @@ def products_of(run: Run, products: str, precision: str, platform: str, devices:
 
 
 def _why_not(precision: str, devices: int, platform: str) -> str:
-    """Why matrix units cannot multiply for a run; "" if they can. Builds the kernels where nothing else is in the way."""
+    """Returns the reason why a run cannot use the matrix units of the CPU; "" if it can. Compiles the kernels to find out, if there is
+    no other obstacle."""
     if platform != "cpu":
         return "runs on CPUs"
     if devices > 1:

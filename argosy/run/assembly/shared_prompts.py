@@ -1,5 +1,5 @@
-"""Decides whether completions of one prompt share it in gradients. The choice is stored with the run, because both ways agree only to
-rounding.
+"""Decides whether completions of one prompt share one copy of it in updates. The choice is stored with the run, because both ways agree
+only to rounding.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from argosy.train.objectives.distillation.teacher import ROLE as TEACHER
 
 
 def decided_sharing(run: Run, platform: str) -> bool:
-    """The setting `rollout.share_prompts`; without it, whether sharing is faster here.
+    """Returns the setting `rollout.share_prompts` if it is set. The default is whether sharing is faster here.
 
     Raises:
         BadInput, Unsupported: the settings ask for sharing that is not possible.
@@ -30,14 +30,14 @@ def decided_sharing(run: Run, platform: str) -> bool:
 
 
 def resumed_on(shared: bool, platform: str) -> str:
-    """A note for a run that shares prompts and resumes on this platform; "" if none is needed."""
+    """Returns a note for a run that shares prompts and resumes on this platform; "" if none is needed."""
     if not shared or platform != "tpu":
         return ""
     return "answers share their prompts, as the run began; no kernel for TPUs has these masks, so all scores of a row are in memory"
 
 
 def _why_not(run: Run) -> Unsupported | BadInput | None:
-    """Why prompts cannot be shared; None if they can."""
+    """Returns the error that explains why a run cannot share prompts; None if it can."""
     why: dict[str, Any] = {"where": "set by rollout.share_prompts", "hint": "leave rollout.share_prompts out"}
     if TEACHER in run.objective.roles:
         return BadInput("answers that a teacher is compared on cannot share prompts", **why)

@@ -1,4 +1,4 @@
-"""The strategy that executes a run's layers: scan, unroll, or a pipeline over the stages of its mesh."""
+"""Chooses how the layers of a run are executed: as a scan, unrolled, or as a pipeline over the stages of the mesh."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ EACH = 4
 
 
 def execution(run: Any, decided: Any, mesh: Mesh) -> Execution:
-    """The strategy of a run's layers on this mesh.
+    """Returns how the layers of a run are executed on this mesh.
 
     Raises:
         BadInput: the rows do not divide into microbatches, microbatches are set without stages, or the layers of stages or rounds are
@@ -38,10 +38,10 @@ def execution(run: Any, decided: Any, mesh: Mesh) -> Execution:
 
 
 def microbatches(run: Any, mesh: Mesh) -> int:
-    """The number of microbatches that the rows of a pass are split into: a multiple of the number of stages.
+    """Returns the number of microbatches of the pipeline, a multiple of the number of stages.
 
     Raises:
-        BadInput: the rows do not divide into them.
+        BadInput: the rows do not divide into microbatches.
     """
     stages, shares, requested = mesh.shape[AXIS], row_shares(mesh), run.execution.microbatches
     rows = run.data.batch // run.accumulate // shares
@@ -61,10 +61,10 @@ def microbatches(run: Any, mesh: Mesh) -> int:
 
 
 def check_groups(model: nnx.Module, stages: int, rounds: int) -> None:
-    """Checks that every stack has layers that run over all stages and in all rounds.
+    """Checks that every stack of layers can be divided over all stages and rounds.
 
     Raises:
-        BadInput: a stack has none.
+        BadInput: a stack cannot.
     """
     for path, stack in nnx.iter_modules(model):
         if not isinstance(stack, Stack) or not stack.run.stacked or stages == rounds == 1:
@@ -81,7 +81,7 @@ def check_groups(model: nnx.Module, stages: int, rounds: int) -> None:
 
 
 def stages_header(run: Execution) -> dict[str, str]:
-    """The header's lines about pipeline stages."""
+    """Returns the header's lines about pipeline stages; empty without stages."""
     if not isinstance(run, Pipeline):
         return {}
     idle = (run.stages - 1) / (run.microbatches * run.rounds + run.stages - 1)

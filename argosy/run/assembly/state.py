@@ -1,4 +1,4 @@
-"""The optimizer of a run, and the shapes and shardings of its state."""
+"""Builds the optimizer of a run, and the shapes and shardings of its training state."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ from argosy.train.state import TrainState, meanings_of, split_trained
 
 @dataclass(frozen=True)
 class StateParts:
-    """The parts of a run's state; `Assembly` describes each. The shapes carry their shardings."""
+    """The parts of a run that describe its training state. `Assembly` describes the fields. The shapes include shardings."""
 
     graph: Any
     optimizer: Any
@@ -37,10 +37,13 @@ class StateParts:
 
 
 def build_state(run: Run, decided: Decided, mesh: Mesh, model: Any, steps: int) -> StateParts:
-    """The optimizer over these steps, and the shapes and shardings of the state's arrays.
+    """Builds the optimizer, and the shapes and shardings of the arrays of the training state.
+
+    Args:
+        steps: the number of steps over which the learning rate is scheduled.
 
     Raises:
-        UserError: the settings need something that this state lacks.
+        UserError: the settings ask for something that this state does not support.
     """
     graph, params, rest = split_trained(model)
     shapes = abstract(model)
@@ -81,10 +84,10 @@ def build_state(run: Run, decided: Decided, mesh: Mesh, model: Any, steps: int) 
 
 
 def _offload_places(run: Run, model: Any, state: TrainState, places: TrainState) -> TrainState:
-    """The shardings of a state of which a part lies in the host's memory.
+    """Returns the shardings of a state with the optimizer's state, and with `offload=weights` also layers, in the host's memory.
 
     Raises:
-        BadInput: the optimizer keeps nothing to move there.
+        BadInput: the optimizer has no state to move there.
     """
     places = replace(places, optimizer=places_on_host(places.optimizer, state.optimizer, state.params))
     if run.execution.offload == "weights":

@@ -19,7 +19,7 @@ from argosy.train.step import make_evaluation, make_step
 
 @dataclass(frozen=True)
 class BatchUpdates:
-    """One program computes the gradient of a batch and moves the weights."""
+    """Updates by one program, which computes the gradient of a whole batch and updates the weights."""
 
     def roles(self, assembly: Assembly) -> Mapping[str, Role]:
         return assembly.roles
@@ -35,7 +35,11 @@ class BatchUpdates:
         return BucketPrograms(assembly.batches.buckets, program) if assembly.batches.buckets else program(None)
 
     def lower(self, assembly: Assembly, sizes: Mapping[str, int] | None = None) -> Any:
-        """The update before it is compiled; `sizes` as in `Assembly.batch_shapes`."""
+        """Traces and lowers the update, without compiling it.
+
+        Args:
+            sizes: as in `Assembly.batch_shapes`.
+        """
         a, run, base = assembly, assembly.run, assembly.adapters.base
 
         def stays(guard: Any, loss: Any, norm: Any) -> Any:
@@ -66,7 +70,7 @@ class BatchUpdates:
 
 
 def compile_evaluation(assembly: Assembly) -> Any:
-    """The compiled evaluation (state, batch, frozen weights) -> {name: sum and weight}."""
+    """Compiles the evaluation (state, batch, frozen weights) -> {name of a metric: sum and weight}."""
     a = assembly
     evaluate_state = make_evaluation(a.graph, a.run.objective, precision=a.decided.precision, roles=_graphs(a))
 
@@ -82,12 +86,12 @@ def compile_evaluation(assembly: Assembly) -> Any:
 
 
 class BucketPrograms:
-    """The compiled programs of batches of several sizes, called like one. The program of the largest bucket, which needs the most
-    memory, is compiled at once, and every other one before its bucket's first batch.
+    """The compiled programs for batches of several sizes (buckets), called like one program. The program of the largest bucket, which
+    needs the most memory, is compiled at once. Every other one is compiled before the first batch of its bucket.
 
     Args:
-        buckets: the sizes of each bucket, by the letters of their fields; the largest is first.
-        compile: makes the program of such sizes.
+        buckets: the sizes of each bucket, by the letters of their axes; the largest bucket comes first.
+        compile: (sizes) -> the compiled program.
     """
 
     def __init__(self, buckets: tuple[Mapping[str, int], ...], compile: Callable[[Mapping[str, int]], Any]):
@@ -120,13 +124,13 @@ def _frozen_shapes(assembly: Assembly) -> dict[str, Any]:
 
 
 def split_base(state: TrainState, base: frozenset[str]) -> tuple[TrainState, dict[str, Any]]:
-    """A state without the frozen weights of its base, and those weights."""
+    """Splits a state into the state without the frozen base weights, and these weights by parameter name."""
     moving = {a: leaf for a, leaf in state.rest.items() if a not in base}
     return replace(state, rest=moving), {a: state.rest[a] for a in base}
 
 
 def _with_base(step: Any) -> Any:
-    """A step that takes the base beside the state and does not return it: its arrays stay where they are."""
+    """Makes a step that takes the base weights as a separate argument and does not return them, so that their arrays are not copied."""
 
     def update(state: TrainState, base: dict[str, Any], batch: Any, frozen: Any) -> Any:
         new, metrics = step(replace(state, rest=state.rest | base), batch, frozen)
@@ -137,7 +141,11 @@ def _with_base(step: Any) -> Any:
 
 @dataclass(frozen=True)
 class UpdateWithBase:
-    """A compiled update that takes the base's weights as a separate argument, called like an update of the whole state."""
+    """A compiled update that takes the base weights as a separate argument, called like an update of the whole state.
+
+    program: the compiled update (state without the base, base, batch, frozen weights).
+    base: the parameter names of the base weights.
+    """
 
     program: Any
     base: frozenset[str]

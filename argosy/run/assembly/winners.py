@@ -1,7 +1,7 @@
-"""The implementations of ops that `argosy autotune` found to be the fastest on a kind of device, by the case that they were
-measured on; and the choice of a run, which is stored with it, because implementations agree only to rounding.
+"""Winners: the implementations of ops that `argosy autotune` found to be the fastest, by kind of device and case (op and shapes).
 
-$ARGOSY_TUNED names the file that is read; without it, that of this machine's cache.
+The winners that a run takes are stored with it, because implementations agree only to rounding. $ARGOSY_TUNED names the file of
+winners; the default is a file in this machine's cache.
 """
 
 import json
@@ -28,19 +28,19 @@ VARIABLE = "ARGOSY_TUNED"
 
 
 def tuned_device(device: Any = None) -> str:
-    """The kind of a device that winners belong to: of CPUs, the processor and the number of cores."""
+    """Returns the kind of a device, as files of winners name it. For a CPU it is the processor and the number of cores."""
     device = device or jax.devices()[0]
     return f"{processor_name()}, {core_count()} cores" if device.platform == "cpu" else str(device.device_kind)
 
 
 def winners_file() -> Path | None:
-    """The file of this machine; None if this user has no home directory."""
+    """Returns this machine's file of winners; None if this user has no home directory."""
     home = cache_home()
     return None if home is None else home / "tuned.json"
 
 
 def stored_winners(path: Path | None) -> dict[str, dict[str, Any]]:
-    """{device: {case: winner}} of a file; empty if there is none or it cannot be read."""
+    """Reads a file of winners, {device: {case: winner}}. Returns an empty mapping if there is none or it cannot be read."""
     with suppress(OSError, ValueError, TypeError, AttributeError):
         if path is not None:
             stored = json.loads(path.read_text(encoding="utf-8"))
@@ -49,7 +49,7 @@ def stored_winners(path: Path | None) -> dict[str, dict[str, Any]]:
 
 
 def winners_for_device(device: str) -> dict[str, str]:
-    """The implementations for a kind of device, by case.
+    """Returns the winners for a kind of device, by case.
 
     Raises:
         BadInput: $ARGOSY_TUNED names no file of winners.
@@ -69,11 +69,11 @@ def write_winners(path: Path, winners: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def with_winners(a: "Assembly") -> Decided:
-    """The choices of a new run, with the winners for its shapes. Where there are winners for this device, the update is traced to see
+    """Adds the winners for the shapes of a new run to its choices. If there are winners for this device, the update is traced to find
     its shapes.
 
-    A run on several devices has none: what was measured is one device's whole call. Nor has one with rollouts, whose updates are
-    several programs.
+    Runs on several devices have no winners, because whole calls on one device were measured. Runs with rollouts have none either,
+    because their updates consist of several programs.
     """
     if a.mesh.size > 1 or a.run.rollout is not None or not a.target.is_here:
         return a.decided
@@ -89,13 +89,13 @@ def with_winners(a: "Assembly") -> Decided:
 
 
 def winners_of(a: "Assembly") -> dict[str, str]:
-    """The winners that a run takes on the devices it is on: those that it was decided with, if they are of the same kind."""
+    """Returns the winners that a run uses on its devices, by case: those that were stored with it for this kind of device."""
     if not a.decided.winners:
         return {}
     return dict(a.decided.winners.get(tuned_device(a.mesh.devices.flat[0]), {}))
 
 
 def winners_text(a: "Assembly") -> str:
-    """The winners by op; "" without any."""
+    """Returns the winners of a run as text, by op; "" if there are none."""
     pairs = {(name.partition(" ")[0], winner) for name, winner in winners_of(a).items()}
     return ", ".join(f"{op} by `{winner}`" for op, winner in sorted(pairs))
