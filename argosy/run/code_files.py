@@ -1,6 +1,7 @@
-"""Files of code that a run's settings name as FILE.py:NAME: what each held when a checkpoint was written, and what changed since.
+"""Tracks the files of code that a run's settings name as FILE.py:NAME, to report which of them changed since a checkpoint was written.
 
-Maps, filters and sources of data are not among them: their text is part of the data's fingerprint, so a run does not go on with others.
+Maps, filters and sources of data are not tracked here. Their text is part of the data's fingerprint, so a run cannot resume with other
+ones.
 """
 
 import hashlib
@@ -16,7 +17,7 @@ OF_DATA = ("data.source", "data.map", "data.filter")
 
 
 def named_code(settings: Any) -> Iterator[tuple[str, str]]:
-    """The settings that name something in a file, and what they name: ("optimizer.name", "mine.py:Signsgd")."""
+    """Yields each setting that names code in a file, and its value, such as ("optimizer.name", "mine.py:Signsgd")."""
     for key, value in flatten(settings).items():
         if is_file(value):
             yield key, str(value)
@@ -25,7 +26,7 @@ def named_code(settings: Any) -> Iterator[tuple[str, str]]:
 
 
 def code_hashes(settings: Any) -> dict[str, str]:
-    """The SHA-256 of each file, by what names it. A file that is gone has none."""
+    """Returns the SHA-256 of each file of code, by the value that names it (FILE.py:NAME). A file that does not exist is left out."""
     hashes: dict[str, str] = {}
     for key, name in named_code(settings):
         path = Path(name.rpartition(":")[0]).expanduser()
@@ -35,5 +36,9 @@ def code_hashes(settings: Any) -> dict[str, str]:
 
 
 def changed_code(settings: Any, before: Mapping[str, str]) -> list[str]:
-    """What names files that no longer are what they were when a checkpoint was written."""
+    """Returns the values (FILE.py:NAME) whose files changed since a checkpoint was written.
+
+    Args:
+        before: the hashes in the checkpoint (`code_hashes`).
+    """
     return [name for name, digest in code_hashes(settings).items() if before.get(name, digest) != digest]

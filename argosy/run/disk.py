@@ -1,6 +1,6 @@
-"""Checks before the first step that the disk has room for a run's checkpoints: otherwise a run could train for hours and save nothing.
+"""Checks before the first step that the disk has room for a run's checkpoints. Otherwise a run could train for hours and save nothing.
 
-Quotas, and writes of other programs, are not known here.
+Disk quotas and writes of other programs are not taken into account.
 """
 
 import shutil
@@ -16,14 +16,15 @@ from argosy.observe.readable import format_bytes
 
 
 def check_disk(assembly: Any, folder: Path, steps: int, say: Callable[[str], None]) -> None:
-    """Checks that there is room for one checkpoint, and reports if there is none for all that are kept.
+    """Checks that there is room for one checkpoint. Reports if there is not enough room for all checkpoints that are kept.
 
     Args:
         folder: the run directory.
-        steps: number of checkpoints that exist already.
+        steps: the number of checkpoints that exist already.
+        say: called with the report.
 
     Raises:
-        BadInput: there is no room for one.
+        BadInput: there is no room for a checkpoint.
     """
     settings, checkpoint_size = assembly.run.checkpoint, checkpoint_bytes(assembly)
     check_room(folder, checkpoint_size, "dir=NEW on another disk")
@@ -43,9 +44,9 @@ def check_room(folder: Path, need: int, elsewhere: str) -> None:
     """Checks that the disk of a folder has this much free space.
 
     Args:
-        folder: a folder that may not exist yet.
-        need: bytes.
-        elsewhere: a hint for another place.
+        folder: a folder, which may not exist yet.
+        need: the free space that is needed, in bytes.
+        elsewhere: the part of the error's hint that names a setting for another place.
 
     Raises:
         BadInput: there is too little space.
@@ -57,11 +58,11 @@ def check_room(folder: Path, need: int, elsewhere: str) -> None:
 
 
 def checkpoint_bytes(assembly: Any) -> int:
-    """Size of the arrays of a checkpoint, in bytes."""
+    """Computes the size of the arrays of a checkpoint, in bytes."""
     stored = jax.eval_shape(assembly.packed, assembly.shapes)
     return sum(int(np.prod(a.shape, dtype=np.int64)) * a.dtype.itemsize for a in jax.tree.leaves(stored))
 
 
 def free_bytes(folder: Path) -> int:
-    """Free space for this user on the disk of a folder, in bytes. The folder itself may not exist yet."""
+    """Returns the free space for this user on the disk of a folder, in bytes. The folder itself may not exist yet."""
     return shutil.disk_usage(next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())).free

@@ -68,8 +68,8 @@ class Decided:
 
 
 def base_dtype(run: Run) -> Precision:
-    """The type of frozen weights in a run that computes in bfloat16: bfloat16 if their file has no more bits, float32 otherwise, so
-    that no weight is rounded.
+    """Returns the type of the frozen weights under adapters in a run that computes in bfloat16. It is bfloat16 if all weights of their
+    file have that type, otherwise float32, so that no weight is rounded.
     """
     if run.adapter.trains_base or not run.init.weights:
         return "float32"

@@ -1,4 +1,4 @@
-"""Distillation across tokenizers: the teacher's prompts and tokens, and batches with the tokens of both models."""
+"""Distillation from a teacher with another tokenizer: adds the teacher's prompts and tokens to the student's batches."""
 
 from typing import Any
 
@@ -27,7 +27,10 @@ def is_across(objective: Any) -> bool:
 
 
 def teacher_places(run: Any, context: int) -> int:
-    """The number of teacher tokens in a row.
+    """Returns the number of teacher tokens in a row.
+
+    Args:
+        context: the teacher's context, in tokens.
 
     Raises:
         BadInput: the setting exceeds the teacher's context.
@@ -43,7 +46,7 @@ class Both:
     """Adds the teacher's tokens to batches.
 
     Raises:
-        BadInput: one of both has no tokenizer.
+        BadInput: the student or the teacher has no tokenizer.
     """
 
     def __init__(self, run: Any, tokenizer: Tokenizer | None):
@@ -71,10 +74,11 @@ class Both:
 
 
 def asking(run: Any, tokenizer: Tokenizer, prompts: AnsweredPrompts) -> TeacherPrompts | None:
-    """The prompts of a run's teacher, in the tokens of its tokenizer; None: it reads the student's text.
+    """Returns what encodes prompts for a run's teacher with the teacher's chat template. Returns None if the teacher reads the
+    student's text.
 
     Raises:
-        BadInput: the settings ask for a chat template, and the teacher has none or the data has no conversations.
+        BadInput: the settings ask for a chat template, and the teacher has none or the data have no conversations.
     """
     chats, where = prompts.conversations, f"objective.teacher={run.objective.teacher}"
     if run.objective.template == "student":
@@ -88,7 +92,7 @@ def asking(run: Any, tokenizer: Tokenizer, prompts: AnsweredPrompts) -> TeacherP
 
 
 def begin_across(assembly: Any, say: Say) -> None:
-    """Connects the batches to the run's log."""
+    """Lets batches with the tokens of both models report to the run's log."""
     for batches in (assembly.batches, assembly.evals):
         if isinstance(batches, BothTokenizers):
             batches.say = say

@@ -1,4 +1,4 @@
-"""The address of a server that is used as a teacher, and the environment variables of its key. Standard library only."""
+"""Checks the address of a server that is a teacher, and names the environment variables of its key. Standard library only."""
 
 from urllib.parse import urlsplit
 
@@ -16,7 +16,8 @@ def check_address(url: str) -> None:
     """Checks the address of a server.
 
     Raises:
-        BadInput: it has no host, contains a secret that would be written to the settings, or has a part that would be ignored.
+        BadInput: the address has no host, contains a secret that would be stored with the settings, or has a part that would be
+            ignored.
     """
     parts, where = urlsplit(url), "objective.teacher"
     if parts.username is not None or parts.password is not None:

@@ -1,10 +1,11 @@
-"""A teacher behind an OpenAI-compatible server: log-probabilities of given tokens, asked over HTTP.
+"""Requests log-probabilities of given tokens from a teacher on an OpenAI-compatible server, over HTTP.
 
-The request is `POST /v1/completions` with token ids as the prompt and vLLM's `prompt_logprobs`, which returns the most likely tokens by
-id at every position of a text. `argosy serve` and vLLM support it. OpenAI's own API and others that only have `logprobs` do not: these
-are for generated tokens, and name tokens by their text, which several tokens may share.
+The request is `POST /v1/completions` with token ids as the prompt and vLLM's `prompt_logprobs`, which returns the ids of the most
+likely tokens at every position of a text. `argosy serve` and vLLM support this. OpenAI's own API and other servers that only have
+`logprobs` do
+not: `logprobs` are for generated tokens, and name tokens by their text, which several tokens may share.
 
-A key comes from the environment alone, ARGOSY_TEACHER_KEY or OPENAI_API_KEY, and appears in no message and no file.
+The key is read only from the environment variables ARGOSY_TEACHER_KEY or OPENAI_API_KEY. It appears in no message and no file.
 """
 
 import json
@@ -38,7 +39,7 @@ UNKNOWN = "\ufffd"
 
 
 class Unmoved(HTTPRedirectHandler):
-    """Follows no redirect: the key must not be sent to another server."""
+    """Refuses redirects, because the key must not be sent to another server."""
 
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
         return None
@@ -49,9 +50,9 @@ class Endpoint:
     """A model on a server.
 
     url: the address up to `/v1`.
-    model: the model's name there.
-    tokenizer: this run's tokenizer.
-    sleep: waits for a number of seconds.
+    model: the name of the model on the server.
+    tokenizer: the run's tokenizer.
+    sleep: waits for a number of seconds; tests replace it.
     """
 
     url: str
@@ -60,12 +61,16 @@ class Endpoint:
     sleep: Callable[[float], None] = time.sleep
 
     def top(self, ids: Sequence[int], k: int, vocab: int) -> TopTokens:
-        """The k most likely tokens at every position of a text from its second on, and the log-probability of all other tokens
-        together.
+        """Requests the k most likely tokens at every position of a text from the second on, and the total log-probability of all other
+        tokens.
+
+        Args:
+            ids: the token ids of the text.
+            vocab: the size of the student's vocabulary.
 
         Raises:
             BadInput: the server lacks the model, the tokens or the field, or refuses the request.
-            ArgosyError: it does not answer, or its numbers are invalid.
+            ArgosyError: the server does not reply, or its numbers are invalid.
         """
         body = {"model": self.model, "prompt": list(ids), "max_tokens": 1, "temperature": 0, "prompt_logprobs": k}
         reply = self.request("completions", body)
@@ -88,7 +93,12 @@ class Endpoint:
         return TopTokens(token_ids, logps.astype(np.float32), rest.astype(np.float32))
 
     def place(self, token: int, entry: Any, k: int, vocab: int) -> list[tuple[int, float]]:
-        """The k most likely tokens at one position, the most likely first."""
+        """Reads the k most likely tokens at one position from a reply, the most likely first.
+
+        Args:
+            token: the token of the text at this position.
+            entry: the server's JSON for this position.
+        """
         if not isinstance(entry, dict) or str(token) not in entry:
             problem = f"{self.url} does not name token {token}, which it was given: its tokens are not this run's"
             raise BadInput(problem, where=f"objective.teacher_model={self.model}", hint="the teacher must have the student's tokenizer")
@@ -108,10 +118,10 @@ class Endpoint:
         return pairs[:k]
 
     def check_token(self, number: int, text: Any, vocab: int) -> None:
-        """Compares a token of the server with this run's token of the same id.
+        """Compares a token of the server with the run's token of the same id.
 
         Raises:
-            BadInput: they differ.
+            BadInput: the tokens differ.
         """
         piece = self.tokenizer.piece(number, False).decode("utf-8", "replace") if number < self.tokenizer.vocab else None
         same = text is None or piece is None or UNKNOWN in f"{piece}{text}" or piece.strip() == str(text).strip()
@@ -124,11 +134,11 @@ class Endpoint:
     # ---------------------------------------------------------------- HTTP
 
     def request(self, path: str, body: dict[str, Any]) -> Any:
-        """The JSON reply to a request. After transient errors the request is repeated a few times.
+        """Sends a request and returns the JSON reply. After transient errors the request is repeated a few times.
 
         Raises:
-            BadInput: the server refuses it.
-            ArgosyError: the server does not answer.
+            BadInput: the server refuses the request.
+            ArgosyError: the server does not reply.
         """
         where, message = f"{self.url.rstrip('/')}/{path}", ""
         for wait in (*WAITS_S, None):
@@ -158,22 +168,22 @@ class Endpoint:
             return json.loads(answer.read())
 
     def without_key(self, text: str) -> str:
-        """A server's error message with the key removed; some servers repeat it."""
+        """Removes the key from a server's error message, since some servers repeat it."""
         key = _key_of()
         return text.replace(key, "[key]") if key else text
 
 
 def _key_of() -> str | None:
-    """The key for a server, from the environment."""
+    """Returns the key for a server from the environment; None if there is none."""
     return next((os.environ[name] for name in KEYS if os.environ.get(name)), None)
 
 
 def retry_delay(header: str | None, wait: float | None) -> float | None:
-    """Seconds before the next try: the server's request, within bounds. None: there is no next try.
+    """Returns the seconds to wait before the next try; None if there is no next try. A server's Retry-After counts, within bounds.
 
     Args:
-        header: the value of Retry-After.
-        wait: the default in seconds; None after the last try.
+        header: the value of Retry-After; None without one.
+        wait: the default wait in seconds; None after the last try.
     """
     if wait is None or header is None or not header.strip().isdigit():
         return wait
@@ -181,7 +191,7 @@ def retry_delay(header: str | None, wait: float | None) -> float | None:
 
 
 def message_of(words: str) -> str:
-    """The error message in the body of a reply."""
+    """Extracts the error message from the body of a reply."""
     try:
         document = json.loads(words)
     except ValueError:
@@ -191,7 +201,7 @@ def message_of(words: str) -> str:
 
 
 def _refusal(code: int, message: str, where: str, model: str) -> BadInput:
-    """The error for a request that would be refused again."""
+    """Makes the error for a request that the server would refuse again."""
     hints = {
         401: f"set {KEYS[0]} in the environment",
         403: f"set {KEYS[0]} in the environment",

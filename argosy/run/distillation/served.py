@@ -1,8 +1,8 @@
-"""A served teacher's most likely tokens at every target that a run will visit, requested once before its first step
-(`run.distillation.teacher_cache`).
+"""A teacher on a server. The run requests the teacher's most likely tokens at every target that it will visit, once, before its first
+step (`run.distillation.teacher_cache`).
 
-A served model has no hash of its weights. Cached numbers belong to its address and name, and a run trusts that these stay the same
-model. Returned tokens are compared with this run's tokens at every position.
+A served model has no hash of its weights. Cached numbers belong to the address of the server and the name of the model, and a run
+trusts that these stay the same model. Returned tokens are compared with the run's tokens at every position.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ class ServedTeacher:
 
     def __init__(self, run: Any, tokenizer: Tokenizer | None):
         """Raises:
-        BadInput: settings that a served teacher cannot honor.
+        BadInput: a served teacher does not support these settings.
         """
         objective = run.objective
         check_address(objective.teacher)
@@ -61,14 +61,21 @@ class ServedTeacher:
         return {"endpoint": self.given.rstrip("/"), "model": self.endpoint.model}
 
     def key(self, batches: RowBatches) -> str:
-        """The key of the cached numbers: a hash of the server, the model and the rows."""
+        """Returns the key of the cached numbers: a hash of the server, the model and the rows."""
         order = ("batch", "shuffle", *(("seed",) if hasattr(batches.blocks.rows, "corpus") else ()))
         data = {name: value for name, value in batches.fingerprint.items() if name not in order}
         decided = self.described | {"data": data, "vocab": self.run.model.vocab, "top": self.run.objective.top}
         return hashlib.sha256(json.dumps(decided, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
     def compute(self, rows: Any, todo: np.ndarray, writer: Any, say: Say) -> None:
-        """Requests the numbers of these rows and writes them to the cache."""
+        """Requests the most likely tokens of rows and writes them to the cache.
+
+        Args:
+            rows: the rows of the data.
+            todo: the indices of the groups of rows to compute.
+            writer: writes to the cache.
+            say: called with progress.
+        """
         with ThreadPoolExecutor(TOGETHER) as threads:
             for new, some in passes(todo, ROWS, "teacher", say, writer.flush):
                 batch = rows.gather(some[:new])
@@ -86,7 +93,7 @@ class ServedTeacher:
 
 
 def texts(batch: Any, row: int) -> list[tuple[np.ndarray, list[int]]]:
-    """The documents of a row that have targets in the loss: the indices of their targets, and their tokens."""
+    """Returns the documents of a row that have targets in the loss, each as the indices of its targets and its tokens."""
     documents, segments, mask = [], batch["segments"][row], batch["mask"][row]
     for segment in range(1, int(segments.max(initial=0)) + 1):
         places = np.flatnonzero(segments == segment)
@@ -99,10 +106,10 @@ def texts(batch: Any, row: int) -> list[tuple[np.ndarray, list[int]]]:
 
 
 def check_same_server(teacher: ServedTeacher, directory: RunDirectory) -> None:
-    """Checks that a resumed run has the teacher that it began with.
+    """Checks that a resumed run has the teacher that it began with. A new run records its teacher.
 
     Raises:
-        BadInput: it is another one.
+        BadInput: the teacher is another one.
     """
     recorded = directory.teacher()
     if recorded is None:

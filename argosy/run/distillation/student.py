@@ -1,7 +1,7 @@
-"""The rollouts of a student: on-policy distillation, with a frozen teacher in every update.
+"""The rollouts of a student in on-policy distillation, with a frozen teacher in every update.
 
-The teacher's weights are on the same devices as the student's, sharded by the rules for the teacher's axes. If the teacher writes
-completions too (`objective.others=teacher`), its engine reads the same arrays.
+The teacher's weights are on the same devices as the student's, sharded by the rules for the teacher's axes. If the teacher samples
+completions too (`objective.others=teacher`), its engine uses the same arrays.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,10 +36,10 @@ from argosy.weights.build import stored_generation
 
 
 def student_rollouts(run: Run, mesh: Any, tokenizer: Any) -> RolloutParts:
-    """The rollouts of a student. Everything is checked, nothing is sampled.
+    """Builds the rollouts of a student. Everything is checked; nothing is sampled.
 
     Raises:
-        UserError: a mistake in prompts or settings.
+        UserError: there is a mistake in prompts or settings.
     """
     rollout, shape = run.rollout, part_shape(run, mesh)
     assert rollout is not None
@@ -62,7 +62,7 @@ def student_rollouts(run: Run, mesh: Any, tokenizer: Any) -> RolloutParts:
 
 
 def _summary(run: Run) -> dict[str, str]:
-    """The completions of a run, for its header."""
+    """Describes the completions of a run for its header."""
     rollout, fraction = run.rollout, run.objective.student_fraction
     assert rollout is not None
     others = f"the student's in {fraction:.0%} of the batches, otherwise the {run.objective.others}'s"
@@ -86,7 +86,7 @@ class StudentPrograms:
 
     @cached_property
     def teacher(self) -> LM:
-        """The teacher as a language model, on the same arrays that updates read."""
+        """Returns the teacher as a language model, with the same arrays that updates read."""
         a = self.assembly
         assert isinstance(a.teacher, Teacher)
         stored = a.teacher.stored
@@ -97,7 +97,11 @@ class StudentPrograms:
         return LM(stored.config, module, a.tokenizer, **more)
 
     def compare(self, state: Any, parts: Sequence[Batch]) -> dict[str, float]:
-        """The objective's metrics and its `loss`, as means over these parts."""
+        """Computes the `loss` and the metrics of the objective, as means over these micro-batches.
+
+        Args:
+            state: the training state.
+        """
         sums: dict[str, WeightedMean] = {}
         for part in parts:
             means = self._compared(state.params, state.rest, self.assembly.frozen[ROLE], self.arrays.place(part))

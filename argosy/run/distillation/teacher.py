@@ -1,12 +1,12 @@
 """The teacher of a distillation run: another, frozen model whose distributions the student learns.
 
-    online   its weights are on the devices too, sharded by the rules for its own axes, and every step computes its logits
-    cached   its most likely tokens are computed before the first step (`run.distillation.teacher_cache`)
+    online   The teacher's weights are on the devices too, sharded by the rules for its axes. Every step computes its logits.
+    cached   The teacher's most likely tokens are computed before the first step (`run.distillation.teacher_cache`).
 
-A teacher is any stored model: Hub folder, GGUF file, run directory or checkpoint. A preset cannot be a teacher, because it has no
-weights. Ids must stand for the same tokens in both models, or the student would learn noise: the tokens are compared one by one.
-Tokenizers may still split a text differently (other merges); then the teacher reads tokens that its own tokenizer would not produce,
-and the run reports it.
+A teacher is any stored model: a Hub folder, GGUF file, run directory or checkpoint. A preset cannot be a teacher, because it has no
+weights. Ids must stand for the same tokens in both models, or the student would learn noise. So the tokens are compared one by one. The
+two tokenizers may still split a text differently (other merges). Then the teacher reads tokens that its own tokenizer would not
+produce, and the run reports this.
 
 The teacher's path and the hashes of its files are stored with the run, so that a run cannot resume with a changed teacher by accident.
 """
@@ -39,7 +39,8 @@ class Teacher(FrozenModel):
 
     def __init__(self, run: Any, decided: Any, mesh: Any, tokenizer: Tokenizer | None):
         """Raises:
-        BadInput, Damaged: there is no model, it predicts no tokens, or it does not fit the student, its tokens or the rows.
+        BadInput, Damaged: there is no model, the model predicts no tokens, or it does not fit the student, the student's tokens or the
+            rows.
         """
         self.given = run.objective.teacher
         super().__init__(run, decided, mesh, open_model(self.given))
@@ -57,10 +58,14 @@ class Teacher(FrozenModel):
 
 
 def _check_model(run: Any, config: Any, teacher: str) -> None:
-    """Checks that a model can teach this run's.
+    """Checks that a model can be the teacher of a run.
+
+    Args:
+        config: the config of the model.
+        teacher: the name of the model, for errors.
 
     Raises:
-        BadInput: it cannot.
+        BadInput: the model cannot be the teacher.
     """
     where = f"{WHERE}={teacher}"
     if not config.causal or config.scored:
@@ -113,7 +118,7 @@ def check_tokens(run: Any, stored: OpenedModel, tokenizer: Tokenizer | None) -> 
 
 
 def differing(ours: Tokenizer, theirs: Tokenizer) -> str | None:
-    """How the tokens of two tokenizers differ, as a sentence; None if they do not."""
+    """Returns a sentence that says how the tokens of two tokenizers differ; None if they do not differ."""
     if ours.vocab != theirs.vocab:
         return f"it has {theirs.vocab:,} tokens, not {ours.vocab:,}"
     # The token for text without a token has none of its own, and is shown in several ways.
@@ -131,10 +136,10 @@ def _quoted(piece: bytes) -> str:
 
 
 def settle_teacher(assembly: Any, teacher: Teacher | ServedTeacher, directory: RunDirectory, say: Say) -> None:
-    """Gives a run its teacher, before its first step.
+    """Prepares the teacher before the first step: reads its weights, or fills the cache of its most likely tokens.
 
     Raises:
-        BadInput: the teacher is gone, or it has changed since the run began.
+        BadInput: the teacher no longer exists, or has changed since the run began.
     """
     if isinstance(teacher, ServedTeacher):
         from argosy.run.distillation import teacher_cache

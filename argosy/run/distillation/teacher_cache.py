@@ -1,9 +1,9 @@
-"""A teacher's most likely tokens at every target that a run will visit, computed once before its first step.
+"""The cache of a teacher's most likely tokens at every target that a run will visit, computed once before the first step.
 
-Rows are not augmented, so a target always has the same context and the same teacher distribution. The cache is stored beside the
-corpora (`data.distillation.likeliest`), under a hash of the teacher's weights, the rows and the settings that decide the numbers. Other
-runs reuse it, and a killed run continues it. The teacher is in memory only while numbers are missing. If the cache is gone when a run
-resumes, the same program computes the same numbers again.
+Rows are not augmented, so a target always has the same context and the same teacher distribution. The cache is stored in the folder of
+prepared data (`data.distillation.likeliest`), under a hash of the teacher's weights, the rows and the settings that decide the numbers.
+Other runs reuse it, and a killed run continues to fill it. The teacher is in memory only while numbers are missing. If the cache is
+gone when a run resumes, the same program computes the same numbers again.
 """
 
 import hashlib
@@ -39,7 +39,8 @@ INPUTS = ("tokens", "segments")
 
 
 def asked_of_data(objective: Any) -> Fields:
-    """The fields that the data must provide: those that the objective reads, with the number of each row in place of the cached fields.
+    """Returns the fields that the data must provide: those that the objective reads, with the index of each row instead of the cached
+    fields.
     """
     return {**{name: field for name, field in objective.reads().items() if name not in CACHED}, ROW: Field("B", np.int64, "row")}
 
@@ -47,7 +48,7 @@ def asked_of_data(objective: Any) -> Fields:
 class WithTeacher(BatchWrapper):
     """Batches with the teacher's most likely tokens added.
 
-    kept: the tokens of all rows, once they are known.
+    kept: the most likely tokens of all rows, from when they are computed.
     """
 
     def __init__(self, inner: RowBatches, k: int):
@@ -99,7 +100,15 @@ def fill_teacher_cache(assembly: Any, described: dict[str, Any], stored: Any, sa
 
 
 def _compute(assembly: Any, rows: Any, todo: np.ndarray, leaves: Leaves, writer: Any, say: Say) -> None:
-    """Adds what the teacher says of these rows."""
+    """Computes the teacher's most likely tokens of rows, and writes them to the cache.
+
+    Args:
+        rows: the rows of the data.
+        todo: the indices of the groups of rows to compute.
+        leaves: the teacher's weights.
+        writer: writes to the cache.
+        say: called with progress.
+    """
     run = assembly.run
     each = run.data.batch // run.accumulate
     program = _compile(assembly, leaves, each)
@@ -116,7 +125,7 @@ def _compute(assembly: Any, rows: Any, todo: np.ndarray, leaves: Leaves, writer:
 
 
 def _compile(assembly: Any, leaves: Leaves, rows: int) -> Any:
-    """The program (weights, batch) -> `Top` of every place, [B T ...]."""
+    """Compiles the program (weights, batch) -> `Top`, the most likely tokens at every position, [B T ...]."""
     run, graph = assembly.run, assembly.teacher.role.graph
     objective, precision, vocab = run.objective, assembly.decided.precision, run.model.vocab
 
@@ -140,8 +149,8 @@ def _compile(assembly: Any, leaves: Leaves, rows: int) -> Any:
 
 
 def _key_of(assembly: Any, batches: RowBatches, described: dict[str, Any]) -> str:
-    """What decides the numbers: the teacher's weights, the rows, the precision and the settings of the cache. Not how rows are batched
-    or ordered, and not the student."""
+    """Returns the key of the cached numbers: a hash of the teacher's weights, the rows, the precision and the settings of the cache.
+    How rows are batched or ordered, and the student's weights, do not change the key."""
     run, data = assembly.run, batches.fingerprint
     # Of a corpus, the seed orders rows; synthetic rows are made from it.
     order = ("batch", "shuffle", *(("seed",) if hasattr(batches.blocks.rows, "corpus") else ()))

@@ -1,5 +1,5 @@
-"""Parts of a diffusers folder that are frozen beside what a run trains, with their weights on the devices in every step: the denoiser
-that a ControlNet learns to steer, or a UNet and the text encoders that read a learned token."""
+"""Frozen models of a diffusers folder that every step of a run reads: the denoiser that a ControlNet learns to steer, or the UNet and
+the text encoders that read a learned token. Their weights are on the devices."""
 
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ from argosy.train.objectives.images.textual_inversion import UNET
 
 
 class FrozenPart(FrozenModel):
-    """A model of the diffusers folder that a run names in `encoders.pipeline`.
+    """A frozen model of the diffusers folder that a run names in `encoders.pipeline`.
 
     Args:
-        part: its folder there.
-        record: the file of the run that describes it.
-        steered: whether the run trains a ControlNet that steers it.
+        part: the subfolder of the model.
+        record: the file in the run directory that describes the model.
+        steered: whether the run trains a ControlNet that steers the model.
     """
 
     def __init__(self, run: Any, decided: Any, mesh: Any, stored: Any, config: Any, part: str, record: str, steered: bool = False):
@@ -36,10 +36,10 @@ class FrozenPart(FrozenModel):
         self.name = str(Path(str(run.encoders.pipeline)) / part)
 
     def settle(self, assembly: Any, directory: RunDirectory, say: Say) -> None:
-        """Reads the weights, before the run's first step.
+        """Reads the weights before the first step.
 
         Raises:
-            BadInput: the model is gone, or it has changed since the run began.
+            BadInput: the model no longer exists, or has changed since the run began.
         """
         noun = "UNet" if self.part == UNET else self.part
         role = f"the {noun} that this run's ControlNet steers" if self.steered else f"the {self.part} that reads this run's token"
@@ -49,10 +49,10 @@ class FrozenPart(FrozenModel):
 
 
 def frozen_parts(run: Any, decided: Any, mesh: Any) -> "dict[str, FrozenPart | PerceptualNet]":
-    """The frozen models beside what a run of images trains, by their role; none unless the objective asks for them.
+    """Opens the frozen models that the objective of an image model needs, by role. Returns an empty mapping if it needs none.
 
     Raises:
-        BadInput, Damaged: there is none, or it is not the one of what is trained.
+        BadInput, Damaged: a model is missing, or does not fit the trained model.
     """
     if PERCEPTUAL in run.objective.roles:
         return {PERCEPTUAL: PerceptualNet(run, decided, mesh)}
@@ -77,10 +77,10 @@ def frozen_parts(run: Any, decided: Any, mesh: Any) -> "dict[str, FrozenPart | P
 
 
 def check_latents(learned: LearnedEmbeddingsConfig, unet: Any) -> None:
-    """Checks that a run's learned embeddings are for the latents of a UNet.
+    """Checks that the settings of a run's learned embeddings fit the latents of a UNet.
 
     Raises:
-        BadInput: they are not.
+        BadInput: they do not fit.
     """
     for name, ours, theirs in (("channels", learned.channels, unet.channels), ("multiple", learned.multiple, unet.size_multiple)):
         if ours != theirs:

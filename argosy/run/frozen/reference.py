@@ -1,14 +1,14 @@
-"""The reference of a run: its initial model, for objectives that compare with it.
+"""The reference of a run: its initial model, for objectives that compare the trained model with it.
 
-    online   a frozen copy of the initial weights, sharded as the model is; every step computes its outputs
-    cached   the log-probability of every sequence by the initial weights, computed once before the first step
+    online   A frozen copy of the initial weights, sharded as the model is. Every step computes its outputs.
+    cached   The log-probability of every sequence under the initial weights, computed once before the first step.
 
-The reference never changes and rows are not augmented, so both give the same numbers; the cached one saves a forward pass per step and
-a copy of the weights. It is computed for the rows that the run will visit, in the precision of the run. The cache is stored beside the
-corpora, under a hash of the weights, the data and the settings that decide the numbers. Other runs reuse it, and a killed run continues
-it. A copy in the run directory makes a resume independent of that folder.
+The reference never changes and rows are not augmented, so both ways give the same numbers. The cache saves a forward pass per step and
+a copy of the weights. It is computed for the rows that the run will visit, in the precision of the run. It is stored in the folder of
+prepared data, under a hash of the weights, the data and the settings that decide the numbers. Other runs reuse it, and a killed run
+continues to fill it. A copy in the run directory makes a resume independent of that folder.
 
-An adapter that starts from zero does not change the model's initial output, so its run has the right reference either way.
+An adapter that starts from zero does not change the model's initial output, so the reference is right both with and without it.
 """
 
 import hashlib
@@ -43,8 +43,8 @@ NOTHING = np.float32(np.nan)
 
 
 def asked_of_data(objective: Any) -> Fields:
-    """The fields that the data must provide: those that the objective reads, with the number of each sequence in place of its cached
-    log-probability.
+    """Returns the fields that the data must provide: those that the objective reads, with the index of each sequence instead of its
+    cached log-probability.
     """
     fields = dict(objective.reads())
     if objective.roles.get(ROLE) == "cached":
@@ -56,7 +56,7 @@ def asked_of_data(objective: Any) -> Fields:
 class WithReference(BatchWrapper):
     """Batches with the reference's log-probability of each sequence added.
 
-    table: the log-probabilities of all documents, once they are known.
+    table: the log-probabilities of all sequences, from when they are computed.
     """
 
     def __init__(self, inner: RowBatches):
@@ -72,11 +72,12 @@ class WithReference(BatchWrapper):
 
 
 class ReferenceWeights:
-    """The initial weights of a run: those of its state before the first step; otherwise they are read or drawn again.
+    """The initial weights of a run. Before the first step they are those of its state; in a resumed run they are read or initialized
+    again, when `read` is called.
 
     Args:
         state: the state that the run begins or resumes with.
-        fresh: whether that is before the first step.
+        fresh: whether this state is the initial one.
     """
 
     def __init__(self, assembly: Any, state: Any, fresh: bool, say: Say):
@@ -84,7 +85,7 @@ class ReferenceWeights:
         self.leaves: Leaves | None = state.params | state.rest if fresh else None
 
     def read(self) -> Leaves:
-        """{address: array}, on the run's devices."""
+        """Returns the initial weights by parameter name, on the run's devices."""
         if self.leaves is None:
             from argosy.run.start.initial import first_weights
 
@@ -93,10 +94,10 @@ class ReferenceWeights:
 
 
 def settle_reference(assembly: Any, directory: RunDirectory, weights: ReferenceWeights, say: Say) -> None:
-    """Gives a run its reference, before its first step.
+    """Prepares the reference of a run before its first step: copies the initial weights, or fills the cache.
 
     Raises:
-        BadInput: the reference must be computed, but the run's initial model is gone or has changed.
+        BadInput: the reference must be computed, but the initial model no longer exists or has changed.
         ArgosyError: the reference's log-probability of a sequence is not finite.
     """
     kind = assembly.run.objective.roles.get(ROLE)
@@ -128,10 +129,11 @@ def settle_reference(assembly: Any, directory: RunDirectory, weights: ReferenceW
 def _table_of(
     assembly: Any, directory: RunDirectory, split: str, batches: RowBatches, weights: ReferenceWeights, weights_hash: str, say: Say
 ) -> np.ndarray:
-    """The log-probability of every document that the run visits; NaN for others.
+    """Returns the log-probability of every sequence that the run visits, and NaN for others. Missing ones are computed.
 
     Args:
-        weights_hash: the hash of the first weights.
+        split: `train` or `held_out`.
+        weights_hash: the hash of the initial weights.
     """
     rows, groups = batches.blocks.rows, visited_groups(batches, assembly.run.steps if split == "train" else None)
     documents = rows.corpus.documents  # type: ignore[attr-defined]
@@ -153,13 +155,13 @@ def _table_of(
 
 
 def _missing(rows: Any, groups: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """The groups of rows with a document that the table lacks."""
+    """Selects the groups of rows with a sequence that the table lacks."""
     lacking = np.any(np.isnan(table).reshape(-1, rows.per_group), axis=1).reshape(-1)
     return np.array([g for g in groups.tolist() if lacking[rows.order[rows.offsets[g] : rows.offsets[g + 1]]].any()], np.int64)
 
 
 def _compute(assembly: Any, rows: Any, groups: np.ndarray, leaves: Leaves, table: np.ndarray, say: Say) -> None:
-    """Fills the table with the log-probabilities of these groups of rows."""
+    """Computes the log-probabilities of these groups of rows, and writes them into the table in place."""
     run, per_group = assembly.run, rows.per_group
     each = run.data.batch // run.accumulate // per_group
     fields = {**FIELDS, "document": Field("B s", np.int32, "row")}
@@ -179,7 +181,7 @@ def _compute(assembly: Any, rows: Any, groups: np.ndarray, leaves: Leaves, table
 
 
 def _compiled(assembly: Any, leaves: Leaves, rows: int, sizes: Mapping[str, int]) -> Any:
-    """The program (weights, batch) -> log-probabilities [B s]."""
+    """Compiles the program (weights, batch) -> log-probabilities [B s]."""
     from argosy.parallel.place import batch_sharding
     from argosy.run.memory import shapes_of
 
@@ -195,7 +197,7 @@ def _compiled(assembly: Any, leaves: Leaves, rows: int, sizes: Mapping[str, int]
 
 
 def hash_of(leaves: Leaves) -> str:
-    """sha256 of weights by name, type, shape and content."""
+    """Returns the SHA-256 of weights over names, types, shapes and contents."""
     digest = hashlib.sha256()
     for address in sorted(leaves):
         array = np.ascontiguousarray(leaves[address])
@@ -205,8 +207,8 @@ def hash_of(leaves: Leaves) -> str:
 
 
 def _key_of(assembly: Any, batches: RowBatches, weights: str) -> str:
-    """What decides the numbers: the weights, the model, the documents and how many of their tokens are kept, the precision. Not how
-    rows are packed, batched or ordered."""
+    """Returns the key of the cached numbers: a hash of the weights, the model, the documents, the length to which they are cut, and the
+    precision. How rows are packed, batched or ordered does not change the key."""
     run, data = assembly.run, batches.fingerprint
     decided = {
         "weights": weights,
@@ -220,7 +222,7 @@ def _key_of(assembly: Any, batches: RowBatches, weights: str) -> str:
 
 
 def changed_weights_error(assembly: Any) -> BadInput:
-    """The error that a run's initial weights have changed."""
+    """Makes the error that a run's initial weights have changed."""
     init = assembly.run.init
     problem = "the weights that this run started from have changed, and its reference must be computed from them"
     return BadInput(problem, where=init.weights or init.state, hint="put them back, or start again with dir=NEW")
@@ -228,7 +230,7 @@ def changed_weights_error(assembly: Any) -> BadInput:
 
 @contextmanager
 def exclusive_writer(path: Path, documents: int, say: Say) -> Iterator[np.ndarray]:
-    """A memory-mapped file with one float32 per document, NaN where unknown. A lock admits one process at a time."""
+    """Opens a memory-mapped file with one float32 per document, which is NaN where unknown. A lock admits one process at a time."""
     with file_lock(path.with_suffix(".lock"), say):
         if not path.exists() or path.stat().st_size != 128 + 4 * documents:
             temporary = path.with_name(f"{path.name}.{os.getpid()}")

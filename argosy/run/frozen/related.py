@@ -1,5 +1,5 @@
-"""Checks of objectives that compare relations within layers: both models must have attention that divides into the same number of
-relation heads.
+"""Checks the models of objectives that compare relations within layers. The layers of both models must have attention whose features
+divide into the same number of relation heads.
 """
 
 import math
@@ -17,7 +17,8 @@ from argosy.train.objectives.distillation.layers import LayerArrays, relation_si
 
 
 def layer_shapes(config: Any) -> list[LayerArrays]:
-    """The shapes of the arrays that each layer of a model reports for one token; empty for a layer without attention."""
+    """Returns the shapes of the arrays of each layer that relations are computed from, for one token. They are empty for a layer
+    without attention."""
     model = config.build(Scan())
     graph, _ = split(model)
 

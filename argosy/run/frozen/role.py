@@ -1,5 +1,5 @@
-"""Frozen models beside the trained one: an online reference, an online teacher. Each is an argument of every step, sharded by the rules
-for its own weights.
+"""Frozen models that every step reads, such as an online reference or an online teacher. The weights of each are an argument of the
+step, sharded by the rules for its own axes.
 """
 
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Role:
-    """A frozen model.
+    """A frozen model that steps read.
 
-    graph: its structure without weights; its architecture may differ from the trained model's.
-    shapes: shapes of its weights by address, with shardings.
-    shared: addresses of weights that are the trained model's own frozen weights, and take no extra memory.
+    graph: the structure of the model without weights. Its architecture may differ from the trained model's.
+    shapes: the shapes of its weights with their shardings, by parameter name.
+    shared: the names of weights that are also frozen weights of the trained model, so they take no further memory.
     """
 
     graph: Any

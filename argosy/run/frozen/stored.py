@@ -1,4 +1,4 @@
-"""A frozen model beside the trained one, whose weights are read from where they are stored: a teacher, or a part of a pipeline."""
+"""A frozen model whose weights are read from a folder or file: a teacher, or a model of a diffusers folder."""
 
 from functools import cached_property
 from typing import Any
@@ -18,12 +18,12 @@ from argosy.weights.model import OpenedModel
 
 
 class FrozenModel:
-    """A stored model, whose weights are read on demand.
+    """A stored model that a run uses frozen. Its weights are read on demand.
+
+    remat: the activations that its layers recompute in the backward pass; "none" unless gradients flow through the model.
 
     Args:
-        config: its settings; None: those of the stored model.
-
-    remat: what its layers compute again in the backward pass; nothing, unless gradients flow through it.
+        config: the config of the model; None: that of the stored model.
     """
 
     remat: Any = "none"
@@ -34,7 +34,7 @@ class FrozenModel:
 
     @cached_property
     def model(self) -> Any:
-        """The model without weights. Its layers run with the trained model's strategy."""
+        """The model without weights. Its layers are scanned or unrolled as the trained model's are."""
         return self.config.build(self.decided.run(self.remat))
 
     @cached_property
@@ -49,7 +49,7 @@ class FrozenModel:
         return Role(split(model)[0], {a: described(a, s) for a, s in shapes.items()})
 
     def read(self, stored: OpenedModel | None = None) -> Leaves:
-        """Reads the weights: {address: array}, on the run's devices."""
+        """Reads the weights onto the run's devices. Returns them by parameter name."""
         role = self.role
         model = self.config.build(self.decided.run("none"))
         dtype = frozen_dtype(self.stored, self.decided.precision)
@@ -59,15 +59,18 @@ class FrozenModel:
     def same(
         self, name: str, directory: RunDirectory, say: Say, model_role: str, record: str = TEACHER
     ) -> tuple[dict[str, Any], OpenedModel]:
-        """The model as it was when the run began: what is recorded of it, and it.
+        """Checks that the model is the same as when the run began. A new run records the model.
 
         Args:
-            name: where it is.
-            model_role: its role in the run, for errors.
-            record: the file of the run that describes it.
+            name: the folder or file of the model.
+            model_role: the role of the model in the run, for errors.
+            record: the file in the run directory that describes the model.
+
+        Returns:
+            The recorded description of the model, and the opened model.
 
         Raises:
-            BadInput: it is gone, or it has changed since the run began.
+            BadInput: the model no longer exists, or has changed since the run began.
         """
         recorded = directory.teacher(record)
         if recorded is None:
@@ -79,7 +82,7 @@ class FrozenModel:
 
 
 def frozen_dtype(stored: OpenedModel, precision: str) -> Any:
-    """The type of a frozen model's weights: bfloat16 if the run computes in it and the file has no more bits; otherwise None, for
-    float32."""
+    """Returns the type of a frozen model's weights. It is bfloat16 if the run computes in bfloat16 and all weights of the file have
+    that type; otherwise None, which stands for float32."""
     types = {str(stored.weights.dtype(name)) for name in stored.weights.names} if precision == "bfloat16" else set()
     return jnp.dtype("bfloat16") if types == {"bfloat16"} else None

@@ -1,4 +1,4 @@
-"""The rows of data that a run will visit, and passes over them before its first step to compute a frozen model's outputs."""
+"""Finds the rows of data that a run will visit, and passes over them before the first step to compute a frozen model's outputs."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -14,10 +14,10 @@ EVERY_S = 10.0
 
 
 def visited_groups(batches: RowBatches, steps: int | None) -> np.ndarray:
-    """The indices of the groups of rows that the first `steps` batches visit, ascending.
+    """Returns the indices of the groups of rows that the first `steps` batches visit, in ascending order.
 
     Args:
-        steps: number of batches; None: all.
+        steps: the number of batches; None: all.
     """
     blocks = batches.blocks
     each, all_groups = blocks.batch // blocks.per_group, len(blocks.rows) // blocks.per_group
@@ -29,8 +29,12 @@ def visited_groups(batches: RowBatches, steps: int | None) -> np.ndarray:
 
 
 def passes(groups: np.ndarray, each: int, name: str, say: Say, keep: Callable[[], None]) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields `each` groups at a time, as (number of new groups, groups [each]); the last ones are repeated to fill up. In between it
-    reports progress, and calls `keep` to write results to disk.
+    """Yields `each` groups at a time, as (number of new groups, groups [each]). The last groups are repeated to fill up `each`. Between
+    passes it reports progress, and calls `keep` to write results to disk.
+
+    Args:
+        groups: the indices of all groups.
+        name: the name of the passes in reports.
     """
     start = last_report = time.monotonic()
     for at in range(0, len(groups), each):
