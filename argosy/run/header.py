@@ -1,4 +1,4 @@
-"""The facts of a run for the header of its log and report."""
+"""Collects the facts of a run for the header of its log and report."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +13,11 @@ UNITS = {"images": "image", "clicks": "row"}
 
 
 def header_of(a: "Assembly", command: str, resumed: int | None) -> dict[str, Any]:
-    """The header's facts by name.
+    """Returns the facts of a run's header, by name.
 
     Args:
-        resumed: the step that the run resumes from; None if it starts.
+        command: the command that started the run.
+        resumed: the step that the run resumes from; None for a new run.
     """
     from argosy.observe.environment import versions
     from argosy.run.assembly import diloco, grid, stages
@@ -54,12 +55,12 @@ def header_of(a: "Assembly", command: str, resumed: int | None) -> dict[str, Any
 
 
 def _ends(a: "Assembly") -> dict[str, str]:
-    """Why the run has fewer steps than its settings say."""
+    """Returns the reason why the run has fewer steps than its settings say; empty if it does not."""
     return {} if a.steps == a.run.steps else {"ends": f"by data.epochs, before steps={a.run.steps}"}
 
 
 def _work(a: "Assembly") -> dict[str, Any]:
-    """What a step computes; for rollouts, whose lengths are unknown, how many are sampled."""
+    """Describes the work of a step: tokens and FLOPs. For rollouts, whose lengths are unknown, describes how much is sampled."""
     if a.run.rollout is None:
         counted = UNITS.get(a.run.model.inputs)
         fields = {"tokens_per_step": a.batches.tokens_per_batch, "flops_per_step": a.flops_per_step}
@@ -70,7 +71,7 @@ def _work(a: "Assembly") -> dict[str, Any]:
 
 
 def _weights(settings: Run, resumed: int | None) -> str:
-    """Where the weights of the first step come from."""
+    """Describes where the weights of the first step come from."""
     init = settings.init
     if resumed is not None:
         return f"from step {resumed} of this run"
@@ -84,7 +85,7 @@ def _weights(settings: Run, resumed: int | None) -> str:
 
 
 def _adapter(a: "Assembly") -> dict[str, str]:
-    """The adapter, if there is one, and the share of the parameters that it trains."""
+    """Describes the adapter and the share of the parameters that it trains; empty without an adapter."""
     from argosy.adapt.settings import ADAPTERS
     from argosy.core.settings.schema import Choice
     from argosy.models.parts.weight import parameter_count
@@ -99,7 +100,7 @@ def _adapter(a: "Assembly") -> dict[str, str]:
 
 
 def tokenizer_of(a: "Assembly") -> str:
-    """The tokenizer, and its size relative to the model's vocabulary."""
+    """Describes the tokenizer, and its size relative to the model's vocabulary."""
     if a.run.model.inputs == "clicks":
         return f"none; the model's tables have {a.run.model.dims['V']:,} rows"
     if a.run.model.inputs == "images":

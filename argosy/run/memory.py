@@ -1,12 +1,12 @@
-"""Predicts the memory of a training run before its first step: an estimate from shapes, then the compiler's figure.
+"""Predicts the memory of a training run before its first step: first an estimate from shapes, then the compiler's number.
 
     parameters, gradients, optimizer   exact, from shapes
-    activations    inputs of the backward pass: estimated by tracing the loss (0.1 s), then XLA's figure
+    activations    arrays that the backward pass keeps: estimated by tracing the loss (0.1 s), then XLA's number
     replay         the copy of the state from which a step is repeated (`guard.replay`)
-    checkpoint     the copy that is written during the next steps; it is in host memory, so it counts on CPUs only
-    process        Python, the libraries and the compiler; counts on CPUs only
+    checkpoint     the copy that is written during the next steps, which is in host memory, so it counts on CPUs only
+    process        Python, the libraries and the compiler, which count on CPUs only
 
-On a CPU the devices share the machine's memory, so their needs add up; each accelerator has its own memory.
+CPU devices share the machine's memory, so their needs are added. Each accelerator has its own memory.
 """
 
 import math
@@ -46,15 +46,15 @@ KEEPING = 1.5
 
 @dataclass(frozen=True)
 class Need:
-    """Memory by kind, in bytes, on one device; or on all devices, if they share the machine's memory.
+    """The memory that a run needs on one device, or on all devices together if they share the machine's memory.
 
-    sizes: bytes by kind.
-    limit: available bytes; None if unknown.
-    where: name of the memory, for messages.
-    changes: settings that reduce the need.
+    sizes: the need in bytes, by kind.
+    limit: the available bytes; None if unknown.
+    where: the name of the memory, for messages.
+    changes: the settings that reduce the need, for messages.
     shared: whether the devices share the machine's memory.
-    host: bytes that this machine's accelerators keep in host memory.
-    host_limit: size of the host memory in bytes.
+    host: the bytes that this machine's accelerators keep in host memory.
+    host_limit: the size of the host memory in bytes; None if unknown.
     """
 
     sizes: dict[str, int]
@@ -77,7 +77,7 @@ class Need:
         return self.shared and self.limit is not None and self.total * KEEPING <= self.limit
 
     def document(self) -> dict[str, int]:
-        """Bytes by kind and in total, as JSON."""
+        """Returns the bytes by kind and in total, as a JSON object."""
         sizes = {kind: self.sizes[kind] for kind in KINDS if kind in self.sizes} | {"total": self.total}
         return sizes | ({"host": self.host} if self.host else {})
 
@@ -85,7 +85,7 @@ class Need:
         """Checks that there is enough memory.
 
         Raises:
-            BadInput: there is too little; the message gives sizes by kind, and settings to change.
+            BadInput: there is too little memory. The message gives sizes by kind, and settings to change.
         """
         if self.host_limit is not None and self.host > self.host_limit:
             host, limit = format_bytes(self.host), format_bytes(self.host_limit)
@@ -108,12 +108,12 @@ def estimated_need(
     roles: Mapping[str, Any] = MappingProxyType({}),
     axis_sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> Need:
-    """The memory need before anything is compiled. It counts the smallest share of activations that XLA keeps, so a run that is refused
-    here would not have fit.
+    """Estimates the memory need before anything is compiled. It counts the smallest share of activations that XLA ever keeps, so a run
+    that is refused here would certainly not fit.
 
     Args:
-        shapes: shapes of the state.
-        places: shardings of the state.
+        shapes: the shapes of the training state.
+        places: the shardings of the training state.
         roles: the frozen models by role (`run.frozen.role.Role`).
         axis_sizes: as in `batch_shapes`.
     """
@@ -132,17 +132,18 @@ def estimated_need(
 
 
 def requested_attention(run: Any) -> str | None:
-    """The implementation of attention that a run asks for; None: the device's own. Some objectives take derivatives forward, which only
-    `reference` has: the others have a backward pass of their own."""
+    """Returns the implementation of attention that a run needs; None for the default of the device. Objectives that differentiate in
+    forward mode need `reference`, because the other implementations have a custom backward pass."""
     attention = run.execution.attention
     return "reference" if attention is None and run.objective.needs.forward else attention
 
 
 def compiled_need(assembly: Any, program: Any, there: Any = ()) -> Need:
-    """The memory need of a compiled update. XLA's temporaries are gradients and activations.
+    """Returns the memory need of a compiled update. XLA's temporaries are gradients and activations.
 
     Args:
-        there: arrays of the state and of frozen models that exist already; the process's other memory is a kind of its own.
+        program: the compiled update.
+        there: the arrays of the state and of frozen models that exist already. The other memory of the process is counted as `process`.
     """
     target = assembly.target
     state = state_bytes(assembly.shapes, assembly.places, assembly.mesh, target, assembly.roles)
@@ -170,11 +171,19 @@ def activation_bytes(
     roles: Mapping[str, Any] = MappingProxyType({}),
     axis_sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> int:
-    """Bytes of activations that the backward pass keeps for `rows` sequences of `tokens` tokens. They are found by tracing the loss:
-    the inputs of every gradient, before XLA fuses any of them.
+    """Estimates the bytes of activations that the backward pass keeps for `rows` sequences of `tokens` tokens. The loss is traced, and
+    all arrays that the backward pass needs are counted, before XLA fuses any of them.
 
     Layers are traced as a scan, which takes as long for 80 layers as for 2. Long sequences are extrapolated as a T + b T^2, because
     attention masks are created while tracing and would take 17 GB for 131k tokens.
+
+    Args:
+        config: the config of the model.
+        precision: the compute type.
+        remat: the setting `execution.recompute`.
+        adapter: the settings of the adapter.
+        roles: the frozen models by role (`run.frozen.role.Role`).
+        axis_sizes: as in `batch_shapes`.
     """
     arguments = (config, rows, objective, precision, remat, adapter, roles, axis_sizes)
     if tokens <= 2 * TRACED:
@@ -212,7 +221,7 @@ def _residuals(
     roles: Mapping[str, Any],
     axis_sizes: Mapping[str, int],
 ) -> tuple[Any, Any]:
-    """Shapes of what the backward pass keeps, and of the weights, which are among it."""
+    """Returns the shapes of all arrays that the backward pass keeps, and the shapes of the weights, which are among them."""
     model = config.build(Scan(remat))
     if adapter is not None and not adapter.trains_base:
         adapter.put_on(model)
@@ -240,8 +249,8 @@ def _residuals(
 
 
 def saved_activations(assembly: Any) -> list[jax.ShapeDtypeStruct]:
-    """Shapes of the activations that the backward pass of a run keeps for a part of its batch, over all devices: as they are traced
-    for its devices, before XLA fuses any of them."""
+    """Returns the shapes of the activations that the backward pass of a run keeps for a micro-batch. They are global shapes, over all
+    devices, as traced for the run's devices, before XLA fuses any of them."""
     run, decided = assembly.run, assembly.decided
     rows, arguments = run.data.batch // run.accumulate, (run.objective, decided.precision, run.execution.recompute)
     with assembly.tracing():
@@ -263,10 +272,13 @@ def saved_activations(assembly: Any) -> list[jax.ShapeDtypeStruct]:
 def batch_shapes(
     objective: Any, rows: int, tokens: int, place: Any = None, axis_sizes: Mapping[str, int] = MappingProxyType({})
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes and types of the arrays that an objective reads, by name, with this sharding.
+    """Returns the shapes and types of the arrays that an objective reads, by name.
 
     Args:
-        axis_sizes: sizes of axes that belong to one field, by letter; 1 for others.
+        rows: the number of rows.
+        tokens: the number of tokens in a row.
+        place: the sharding of all arrays.
+        axis_sizes: the sizes of axes that belong to one field, by letter. Axes that are not given have size 1.
     """
     return shapes_of(objective.reads(), rows, tokens, objective.rows_per_group, axis_sizes, place)
 
@@ -274,7 +286,11 @@ def batch_shapes(
 def shapes_of(
     fields: Any, rows: int, tokens: int, per_group: int, axis_sizes: Mapping[str, int], place: Any = None
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arrays of these fields, as in `batch_shapes`."""
+    """Returns the shapes and types of the arrays of these fields. The arguments are those of `batch_shapes`.
+
+    Args:
+        per_group: the number of rows in a group.
+    """
     sizes, out = {"B": rows, "T": tokens, **axis_sizes}, {}
     for name, field in fields.items():
         shape = [sizes.get(letter, 1) for letter in field.axes.split()]
@@ -284,8 +300,8 @@ def shapes_of(
 
 
 def training_bytes(config: Any, tokens: int) -> dict[str, int]:
-    """Bytes to train a model in float32 with AdamW on one sequence of `tokens` tokens: the state, and the activations for each value of
-    `remat`.
+    """Estimates the bytes that training in float32 with AdamW takes on one sequence of `tokens` tokens: those of the state, and those
+    of the activations for each value of `remat`.
     """
     from argosy.train.objectives import OBJECTIVES
 
@@ -295,7 +311,7 @@ def training_bytes(config: Any, tokens: int) -> dict[str, int]:
 
 
 def state_bytes(shapes: Any, places: Any, mesh: Any, target: Target, roles: Mapping[str, Any]) -> dict[str, int]:
-    """Bytes of the state by kind; the parameters of frozen models count beside the model's."""
+    """Computes the bytes of the training state by kind. The parameters of frozen models are counted too."""
     params = _total(shapes.params, places.params, mesh, target)
     rest = _total(shapes.rest, places.rest, mesh, target)
     return {
@@ -314,8 +330,11 @@ def frozen_bytes(roles: Mapping[str, Any], mesh: Any, target: Target) -> int:
 
 
 def _total(shapes: Any, places: Any, mesh: Any, target: Target, on_host: bool = False) -> int:
-    """Bytes of arrays on one device, or on all of them if they share memory. What accelerators keep on the host does not count, unless
-    `on_host`."""
+    """Computes the bytes of arrays on one device, or on all devices if they share memory.
+
+    Args:
+        on_host: whether arrays that accelerators keep in host memory count too.
+    """
     pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(places), strict=True)
     shared = target.shares_memory
     here = [(s, place) for s, place in pairs if shared or on_host or place.memory_kind != HOST]
@@ -324,7 +343,7 @@ def _total(shapes: Any, places: Any, mesh: Any, target: Target, on_host: bool = 
 
 
 def host_bytes(shapes: Any, places: Any, mesh: Any, target: Target) -> int:
-    """Bytes of a state in a host's memory, over all of its accelerators."""
+    """Computes the bytes of a state in the memory of one host, over all accelerators of the host."""
     if target.shares_memory:
         return 0
     here = target.count // target.processes
@@ -340,7 +359,7 @@ def _bytes(tree: Any) -> int:
 
 
 def _bytes_here(tree: Any) -> int:
-    """Bytes of arrays on this process's devices, of each array once."""
+    """Computes the bytes of arrays on this process's devices. An array that occurs several times counts once."""
     each = {id(a): a for a in jax.tree.leaves(tree) if isinstance(a, jax.Array)}.values()
     return sum(shard.data.nbytes for a in each for shard in a.addressable_shards)
 

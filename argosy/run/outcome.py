@@ -11,13 +11,13 @@ from argosy.observe.readable import decimals, format_duration
 class Outcome:
     """The outcome of a run.
 
-    dir: a local folder, or the address of a remote one (`gs://bucket/run`).
-    step: number of updates so far.
-    steps: number of steps of the run.
-    exit_code: 0 if done, otherwise 128 + the signal that stopped it.
-    last: metrics of the last logged step.
-    seconds: wall time by cause; empty if there was nothing left to do.
-    saved: step of the newest checkpoint; None if there is none.
+    dir: the run directory: a local folder, or the address of a remote one (`gs://bucket/run`).
+    step: the number of updates so far.
+    steps: the number of steps of the run.
+    exit_code: 0 if the run is done, otherwise 128 + the number of the signal that stopped it.
+    last: the metrics of the last logged step.
+    seconds: the wall time by cause, in seconds; empty if there was nothing left to do.
+    saved: the step of the newest checkpoint; None if there is none.
     """
 
     dir: Path | str
@@ -34,7 +34,7 @@ class Outcome:
 
 
 def ending(outcome: Outcome) -> str:
-    """The outcome of a run as one line for its log."""
+    """Describes the outcome of a run in one line for its log."""
     loss = f", loss {decimals(outcome.last['loss'])}" if "loss" in outcome.last else ""
     end = f"stopped by signal {outcome.exit_code - 128}" if outcome.exit_code else "ended"
     words = f"{end} at step {outcome.step} of {outcome.steps} after {format_duration(sum(outcome.seconds.values()))}{loss}"
@@ -42,10 +42,10 @@ def ending(outcome: Outcome) -> str:
 
 
 def saved_words(outcome: Outcome) -> str:
-    """A phrase that names the newest checkpoint. A run that is stopped before its first step saves checkpoint 0."""
+    """Returns a phrase that names the newest checkpoint. A run that is stopped before its first step saves checkpoint 0."""
     return "no checkpoint is saved" if outcome.saved is None else f"checkpoint {outcome.saved} is saved"
 
 
 def next_start(outcome: Outcome) -> str:
-    """A phrase that says how the next start of a stopped run begins."""
+    """Returns a phrase that says how the next start of a stopped run begins."""
     return "starts anew" if outcome.saved is None else f"resumes from step {outcome.saved}"

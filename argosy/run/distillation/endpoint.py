@@ -52,7 +52,7 @@ class Endpoint:
     url: the address up to `/v1`.
     model: the name of the model on the server.
     tokenizer: the run's tokenizer.
-    sleep: waits for a number of seconds; tests replace it.
+    sleep: waits for a number of seconds.
     """
 
     url: str

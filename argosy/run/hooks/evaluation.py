@@ -18,10 +18,10 @@ from argosy.run.view import View
 
 
 class Evaluation:
-    """Evaluates the loss on held-out data. For text it logs perplexity, bits per byte and the metrics that the objective names;
-    for other data, all of the objective's metrics.
+    """Evaluates the loss on held-out data. For text it logs perplexity, bits per byte and the metrics that the objective names. For
+    other data it logs all metrics of the objective.
 
-    A signal to stop ends an evaluation early, but not the one after the last step: no later one would make up for it.
+    A signal to stop ends an evaluation early. The evaluation after the last step is finished, since no later one would replace it.
     """
 
     def __init__(
@@ -53,7 +53,11 @@ class Evaluation:
             self.saver.evaluated(now, numbers["eval_loss"])
 
     def evaluate(self, state: Any, interrupted: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
-        """The metrics of one evaluation; None if it was interrupted."""
+        """Runs one evaluation. Returns its metrics; None if it was interrupted.
+
+        Args:
+            interrupted: asked between batches whether to stop.
+        """
         evals = self.assembly.evals
         assert evals is not None
         evals.rewind()

@@ -1,11 +1,11 @@
-"""The loop of a run under its guard, which handles bad steps. `train.guard` detects them in the compiled step.
+"""Handles the bad steps of a run, which `train.guard` detects in the compiled step.
 
-    stop       the state before the step is saved, with its place in the data, and the run ends
-    skip       the step changed nothing; it is logged, and the run goes on
-    rollback   the newest good checkpoint is restored; the batches after it, up to that of the step, are left out for good
+    stop       The state before the bad step is saved, with its position in the data, and the run ends.
+    skip       The bad step changed nothing. It is logged, and the run continues.
+    rollback   The newest good checkpoint is restored. The batches after it, up to that of the bad step, are never trained on.
 
-Rollbacks are written to the run's `rollbacks.json` before it goes on. That file decides the batch of each step, so a killed run resumes
-with the same steps, even with another number of processes.
+A rollback is written to the file `rollbacks.json` of the run before the run continues. That file decides the batch of each step, so a
+killed run resumes with the same steps, even with another number of processes.
 """
 
 import math
@@ -32,7 +32,7 @@ START_LOWER = "start again in dir=NEW with a lower optimizer.learning_rate or a 
 class Guarded:
     """Handles the bad steps of a run. The run's meter calls `watch` with the metrics of each step.
 
-    went_back: called with the step that a rollback restored.
+    went_back: called, after a rollback, with the step of the restored checkpoint.
     """
 
     def __init__(self, training: "Training", saver: Saver, metrics: Metrics, went_back: Callable[[int], None] = lambda step: None):
@@ -57,11 +57,13 @@ class Guarded:
         fit: Callable[[Any, Any, Callable[[Any, Any], Any]], Any],
         patiently: Callable[[Any], Any] = lambda do: do,
     ) -> Any:
-        """Runs the loop to its end.
+        """Runs the training loop to its end, and starts it again after each rollback.
 
         Args:
-            fit: (state, batches, update) -> state.
-            patiently: wraps work between two steps that takes long.
+            state: the training state to begin with.
+            update: the compiled step.
+            fit: (state, batches, update) -> state, the training loop.
+            patiently: wraps functions that take long between two steps.
 
         Raises:
             Diverged: a bad step stopped the run.
@@ -91,11 +93,11 @@ class Guarded:
                 state = after(bad)
 
     def watch(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """The metrics of a step to log.
+        """Checks the metrics of a step, and returns those to log.
 
         Raises:
             Halted: the step was bad, and the state halted.
-            Corrupted: the devices computed it wrong.
+            Corrupted: a device computed the step wrong.
         """
         numbers = dict(metrics)
         if (sums := numbers.pop(SUMS, None)) is not None:
@@ -112,10 +114,10 @@ class Guarded:
         self.view.say(f"step {bad.step} is skipped: {bad.cause} ({bad.other}, batch {number})")
 
     def after(self, bad: Bad) -> Any:
-        """The state to continue with after a step at which all processes halted.
+        """Reacts to a bad step at which all processes halted. Returns the state to continue with.
 
         Raises:
-            Diverged: there is none.
+            Diverged: the run ends.
         """
         seen = processes.all_gather("bad step", [bad.step, bad.kind])
         if any(entry != seen[0] for entry in seen):
@@ -148,7 +150,8 @@ class Guarded:
         return processes.run_together("bad step", fail)
 
     def roll_back(self, bad: Bad) -> Any:
-        """Restores the newest good checkpoint, and skips the batches from there up to the bad one."""
+        """Restores the newest good checkpoint, and leaves out the batches from there up to that of the bad step. Returns the restored
+        state."""
         number, _ = self.batches.of_step(bad.step)
         if any(rollback["step"] == bad.step for rollback in self.rolled):
             return self.stop(bad, "a rollback from there did not help, so it is not the data")

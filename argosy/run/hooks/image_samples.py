@@ -1,9 +1,9 @@
-"""Images drawn during training, as grids in the run's folder `samples/` and in the report.
+"""Draws images during training, as grids in the run's folder `samples/` and in the report.
 
-A denoiser draws classes or prompts, from the same noise every time, so that grids compare. With an average of the weights there are two
-grids, since the average lags behind: early in a run it draws noise while the weights themselves draw images already. An autoencoder
-draws held-out images beside what comes back of them, and a ControlNet control images above what they steer to, and a learned
-token stands in the prompts.
+A denoiser draws classes or prompts, from the same noise every time, so that grids can be compared. If the run averages its weights,
+there are two grids, because the average lags behind: early in a run the average still draws noise while the trained weights already
+draw images. An autoencoder draws held-out images and their reconstructions. A ControlNet draws control images and the images that they
+steer. A learned token is drawn by prompts that contain it.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ FOLDER = "samples"
 
 
 class ImageSamplingHook:
-    """Draws a grid of images from the current weights, and logs where it is."""
+    """Draws a grid of images with the current weights, and logs the path of the grid."""
 
     def __init__(self, assembly: Assembly, settings: Run, metrics: Metrics, view: View, store: Store):
         self.assembly, self.settings, self.metrics, self.view, self.store = assembly, settings, metrics, view, store
@@ -65,7 +65,7 @@ class ImageSamplingHook:
 
 
 class Drawings:
-    """Images of classes or prompts in turn; of the empty prompt, for a model that reads neither."""
+    """Draws classes or prompts in turn, or the empty prompt for a model that reads neither."""
 
     def __init__(self, assembly: Assembly):
         self.assembly, run = assembly, assembly.run
@@ -85,7 +85,8 @@ class Drawings:
 
 
 class SteeredDrawings:
-    """Control images, each above what is drawn from it and its caption, or from the prompts of the settings in turn."""
+    """Draws control images, and below each the image that is generated from it. The prompts are the captions of the control images, or
+    the prompts of the settings in turn."""
 
     def __init__(self, assembly: Assembly):
         self.assembly, run, prompts = assembly, assembly.run, assembly.prompts
@@ -109,10 +110,10 @@ class SteeredDrawings:
 
 
 class LearnedDrawings:
-    """Images of prompts with a learned token: those of the settings in turn, or the first templates of the data.
+    """Draws prompts that contain a learned token: the prompts of the settings in turn, or the first templates of the data.
 
     Raises:
-        BadInput: a prompt of the settings does not name the token.
+        BadInput: a prompt of the settings does not contain the token.
     """
 
     def __init__(self, assembly: Assembly):
@@ -139,10 +140,10 @@ class LearnedDrawings:
 
 
 class Reconstructions:
-    """Held-out images, each above what comes back of it.
+    """Draws held-out images, and below each its reconstruction by the autoencoder.
 
     Raises:
-        BadInput: nothing is held out.
+        BadInput: there are no held-out images.
     """
 
     def __init__(self, assembly: Assembly):

@@ -1,8 +1,8 @@
-"""Measures each process's own time, so that the process which the others wait for can be named (`observe.stragglers`).
+"""Measures the time of each process, so that a slow process that the others wait for can be named (`observe.stragglers`).
 
-It adds up the host's seconds around each step, and times the devices every few steps. A thread sends the times to the leader, which
-compares them. No process waits for another, so nothing needs unlocking at a stop, a rollback or the end of a process. The leader
-decides how often devices are timed, from the duration of a timing and of a step there: at most `SHARE` of the time.
+Each process adds up the host's seconds around each step, and times its devices every few steps. A thread sends the times to the leader
+(process 0), which compares them. No process waits for another here, so a stop, a rollback or the end of a process cannot block. The
+leader decides how often devices are timed, so that timing takes at most the share `SHARE` of the time.
 """
 
 import math
@@ -34,13 +34,13 @@ Update = Callable[[Any, Any], tuple[Any, Any]]
 
 
 class PaceMeter:
-    """Measures one process.
+    """Measures the time of this process.
 
     Args:
-        devices: devices of this process that train; others may be busy between two steps.
-        clock: the run's clock.
-        step: () -> number of the current step.
-        say: called with a message.
+        devices: the devices of this process that train. Its other devices may be busy between two steps.
+        clock: the clock of the run.
+        step: () -> the number of the current step.
+        say: called with messages.
         write: called with a line for metrics.jsonl.
     """
 
@@ -78,7 +78,7 @@ class PaceMeter:
         self._thread.start()
 
     def __call__(self, update: Update) -> Update:
-        """The same step, measured."""
+        """Wraps a step so that it is measured."""
 
         def measured(state: Any, batch: Any) -> tuple[Any, Any]:
             self._begins()
@@ -99,7 +99,7 @@ class PaceMeter:
     # ---------------------------------------------------------------- between two steps
 
     def _begins(self) -> None:
-        """The next step is about to be dispatched."""
+        """Adds up the times since the last step. Called just before the next step is dispatched."""
         elapsed, spent, stalled = self.clock.elapsed, dict(self.clock.seconds), self.stalled
         if self._before is not None:
             then, before, stood = self._before
@@ -132,7 +132,7 @@ class PaceMeter:
         self.probes += 1
 
     def _tell(self) -> None:
-        """Says what the thread found."""
+        """Reports what the thread found."""
         while self._new:
             verdict, step = self._new.popleft(), self.step()
             self.say(verdict.words())
@@ -160,7 +160,7 @@ class PaceMeter:
                 return
 
     def _exchange(self, now: ProcessTimes) -> None:
-        """One message, and in the leader what follows from those of all."""
+        """Sends the times of this process. In the leader, compares the times of all processes."""
         if self._board is None:
             self._new += self.compare({0: now})
             self.spacing = self.spaced()
@@ -175,7 +175,7 @@ class PaceMeter:
             self.spacing = (self._board.leaders() or {}).get("spacing")
 
     def spaced(self) -> int | None:
-        """Number of steps between two timings of devices; None until a window was closed."""
+        """Returns the number of steps between two timings of devices; None until the duration of a step is known."""
         if self.compare.step_s is None:
             return None
         least = math.ceil(self.probe_s / (SHARE * self.compare.step_s) / self.how.every) * self.how.every
@@ -184,7 +184,7 @@ class PaceMeter:
 
 
 def _pace_words(document: dict[str, Any]) -> ProcessTimes:
-    """The times that a process said."""
+    """Makes the times of a process from the message that it sent."""
     return ProcessTimes(**{name: value for name, value in document.items() if name in ProcessTimes.__dataclass_fields__})
 
 
@@ -192,7 +192,8 @@ def _pace_words(document: dict[str, Any]) -> ProcessTimes:
 def measured_pace(
     settings: StragglerSettings, devices: Sequence[Any], clock: Clock, *more: Any
 ) -> Iterator[Callable[[Update], Update]]:
-    """A context in which steps are measured, if there are several processes, or several devices that do not share processors.
+    """A context in which steps are measured, if there are several processes, or several devices that are not the cores of one CPU.
+    Yields a function that wraps a step.
 
     Args:
         more: further arguments of `PaceMeter`.

@@ -1,7 +1,9 @@
-"""Captures of steps: those that the settings name, and those that `argosy profile RUN` asks for while the run is under way.
+"""Captures steps with the profiler: those that the settings name, and those that `argosy profile RUN` requests while the run is
+training.
 
-The capture begins between two steps, after everything else that happens there, and ends between two steps before it; so it has whole
-steps with their data and nothing else. A run that captures nothing asks for the time once a step and looks for a request once a second.
+A capture begins between two steps, after all other hooks, and ends between two steps, before all other hooks. So it contains whole
+steps with their data and nothing else. A run that captures nothing reads the clock once per step, and looks for a request once per
+second.
 """
 
 from collections.abc import Callable
@@ -20,7 +22,7 @@ PROGRAM = "program.hlo.txt"
 class Profiling:
     """The captures of one process of a run.
 
-    run: its directory; None: it is not on this machine, and nothing is captured.
+    run: the run directory; None if it is not on this machine, and nothing is captured.
     program: the compiled step.
     """
 
@@ -39,7 +41,7 @@ class Profiling:
             write_program(program, run / PROGRAM)
 
     def begins(self, step: int) -> bool:
-        """Whether a capture begins after so many updates."""
+        """Whether a capture begins after `step` updates."""
         if self.run is None or self.capture is not None:
             return False
         if self.requests is not None and (request := self.requests.window(step)) is not None:
@@ -76,14 +78,15 @@ class Profiling:
         self.capture = self.window = self.request = None
 
     def hooks(self, patiently: Callable[[Any], Any]) -> tuple["Profiled", "Profiled"]:
-        """What runs before all other hooks, and what runs after them."""
+        """Returns two hooks. The first ends captures and must run before all other hooks. The second begins captures and must run after
+        them."""
         end = Profiled(self.ends, patiently(self.end))
         return end, Profiled(lambda step, last: not last and self.begins(step), patiently(self.begin))
 
 
 @dataclass(frozen=True)
 class Profiled:
-    """A hook at one end of a capture."""
+    """A hook that begins or ends a capture."""
 
     due: Callable[[int, bool], bool]
     do: Callable[[Any], None]
@@ -94,7 +97,7 @@ class Profiled:
 
 
 def write_program(program: Any, path: Path) -> None:
-    """Writes the text of a compiled step, if it is one program."""
+    """Writes the text of a compiled step to a file, if the step is a single program."""
     text = getattr(program, "as_text", None)
     if text is not None and (program_text := text()):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
-"""Detects silent data corruption: a step is computed twice from the same state, and the copies of the state on different devices are
-compared.
+"""Detects silent data corruption. Every few steps, a step is computed twice from the same state, and replicas of the state on different
+devices are compared.
 
-The same program with the same inputs gives the same bits; otherwise a device computes wrong or its memory changed. The state is copied,
-since a step donates its buffers. Both results are compared by checksums that every device computes over its own shards. The cost is an
-extra step, a copy of the state and two passes over it, every `guard.replay` steps. Reductions over devices spread an error of one
-device to all; then it is detected, but not located.
+The same program with the same inputs gives the same bits. If it does not, a device computed wrong or its memory changed. The state is
+copied first, since a step donates its buffers. The two results are compared by checksums that every device computes over its shards.
+The cost is an extra step, a copy of the state and two passes over it, every `guard.replay` steps. Reductions over devices spread the
+error of one device to all devices. Such an error is detected, but the device cannot be named.
 """
 
 import os
@@ -27,16 +27,16 @@ DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 
 
 class Corrupted(ArgosyError):
-    """A computation or a memory is corrupt."""
+    """A device computed a step wrong, or the memory of a device changed."""
 
 
 class Replay:
     """Computes every `every`-th step twice.
 
     Args:
-        places: shardings of the state.
-        shapes: shapes of the state.
-        base: addresses of frozen weights, which steps neither change nor donate.
+        places: the shardings of the training state.
+        shapes: the shapes of the training state.
+        base: the names of frozen weights, which steps neither change nor donate.
 
     Raises:
         BadInput: programs of these devices are not deterministic.
@@ -58,7 +58,8 @@ class Replay:
         self._copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=out_places)
 
     def __call__(self, update: Callable[[Any, Any], Any], state: Any, batch: Any, step: int) -> Any:
-        """The state and the metrics after this step."""
+        """Computes a step, twice if it is due. Returns the state and the metrics. If the step was computed twice, the metrics include
+        the checksums of both results."""
         if step % self.every:
             return update(state, batch)
         moving, key = self._copied((self._moving(state), state.key))
@@ -73,14 +74,14 @@ class Replay:
         return new, dict(metrics) | {SUMS: (first, jax.block_until_ready(self.sums(new)))}
 
     def sums(self, state: Any) -> Any:
-        """The checksum of each array of the state on each device, [devices, arrays]."""
+        """Computes the checksum of each array of the state on each device, [devices, arrays]."""
         return self._sums(jax.tree.leaves(self._moving(state)))
 
     def check(self, step: int, sums: tuple[Any, Any]) -> None:
-        """Compares the checksums of both results of a step, and of the copies of the state.
+        """Compares the checksums of both results of a step, and those of replicas of the state.
 
         Raises:
-            Corrupted: they differ.
+            Corrupted: checksums differ.
         """
         first, second = (np.asarray(checksum) for checksum in sums)
         if (first != second).any():
@@ -115,7 +116,7 @@ class Replay:
         return some((self.names[number] for number in numbers), 3)
 
     def _moving(self, state: Any) -> dict[str, Any]:
-        """What a step changes. The random key does not."""
+        """Returns the parts of a state that a step changes. The random key is not among them."""
         rest = {a: leaf for a, leaf in state.rest.items() if a not in self.base}
         names = ("step", "params", "optimizer", "guard", "ema")
         return {name: getattr(state, name) for name in names} | {"rest": rest}

@@ -32,7 +32,7 @@ class Sampler:
             )
 
     def __call__(self, state: Any, interrupted: Callable[[], bool] = lambda: False) -> str | None:
-        """The text, without the prompt; None if it was interrupted between two tokens."""
+        """Generates the text. Returns it without the prompt; None if it was interrupted between two tokens."""
         sample, tokenizer = self.settings.sample, self.assembly.tokenizer
         model = merge(self.assembly.graph, state.inference_params, state.rest)
         model.dtype = self.assembly.decided.dtype

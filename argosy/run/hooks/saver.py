@@ -13,13 +13,13 @@ from argosy.run.settings.run import Run
 
 
 class Saver:
-    """Saves checkpoints, each step once.
+    """Saves checkpoints. A step is saved only once.
 
     Args:
-        reading: the run's settings, with the provenance of each.
+        reading: the settings of the run, with the provenance of each.
         hub: the config.json of the initial model.
         base: the identity of the base model under adapters (`checkpoint.base`); empty without adapters.
-        saved: called with a step when its checkpoint is being written.
+        saved: called with a step as soon as its checkpoint is being written.
         before: called before a checkpoint is begun.
     """
 
@@ -48,7 +48,7 @@ class Saver:
         self._save(now)
 
     def local(self, now: Any) -> None:
-        """Saves to the local tier, unless this step is in the persistent tier already."""
+        """Saves a checkpoint to the local tier, unless this step is in the persistent tier already."""
         self._save(now, local=True)
 
     def _save(self, now: Any, local: bool = False) -> None:
@@ -78,8 +78,8 @@ class Saver:
         self.saved(now.step)
 
     def evaluated(self, now: Any, loss: float) -> None:
-        """Records an evaluation, and saves at once if it is among the best that are kept. The initial weights are not saved for this,
-        since their source still has them.
+        """Records an evaluation loss, and saves a checkpoint at once if the loss is among the best that are kept. The initial weights
+        are not saved for this, since their source still has them.
         """
         if not now.step:
             return

@@ -1,8 +1,8 @@
-"""What a run will need and do, before it: memory, traffic and time of a step on devices that may be absent.
+"""Predicts the memory, the communication and the time of a run's step before it starts, on devices that may be absent.
 
-    figures     what is predicted, and by whom: the analytic model or the compiler
-    memory      memory of a device, from shapes and shardings
-    speed       time of a step, from FLOPs and the weights that travel
+    figures     the prediction, by the analytic model or by the compiler
+    memory      the memory of a device, from shapes and shardings
+    speed       the time of a step, from FLOPs and communicated weights
     compiled    the same from the compiled step: its memory, its instructions, its collectives
-    nearest     settings near those of a run with which it fits
+    nearest     small changes of settings with which a run fits into memory
 """

@@ -1,4 +1,4 @@
-"""The plan of a run in one line, before its first step."""
+"""Describes the plan of a run in one line, before its first step."""
 
 from typing import Any
 
@@ -10,9 +10,8 @@ from argosy.run.plan.speed import model_flops, work_of
 
 
 def plan_line(assembly: Any, steps: int) -> str:
-    """The time of a step, what bounds it, and the time of so many steps, by the analytic model; "" where no speed is known.
-
-    Runs whose batches come from rollouts have none: sampling takes most of their time.
+    """Returns the predicted time of a step, what bounds it, and the time of `steps` steps, by the analytic model. Returns "" if the
+    speed of the devices is not known, and for runs whose batches come from rollouts, because sampling takes most of their time.
     """
     prices = None if assembly.run.rollout is not None else prices_here(assembly.target.platform, again=False)
     if prices is None:

@@ -1,6 +1,7 @@
-"""The prediction of a step by its compiler: the step of the run, compiled for devices that may be absent.
+"""Predicts a step by compiling it for devices that may be absent.
 
-What does not fit is refused by the compilers of TPUs after seconds; the compiler of CPUs states its memory and refuses nothing.
+The compiler for TPUs refuses a step that does not fit into memory, after seconds. The compiler for CPUs reports the memory of a step
+and refuses none.
 """
 
 import math
@@ -34,8 +35,8 @@ ALIASES = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "condi
 
 
 def out_of_memory(error: BaseException) -> int | None:
-    """The bytes that a compiler asks for, where it refuses a program because it does not fit; 0 if it names none, None for other
-    errors."""
+    """Reads the bytes that a program needs from the error of a compiler that refuses it because it does not fit. Returns 0 if the error
+    does not name the bytes, and None for other errors."""
     text = str(error)
     if "RESOURCE_EXHAUSTED" not in text and "Ran out of memory" not in text:
         return None
@@ -47,11 +48,11 @@ def out_of_memory(error: BaseException) -> int | None:
 
 
 def compiled_figures(assembly: Any, prices: Prices | None, error: float) -> Figures:
-    """The prediction for a run that is assembled for devices with a compiler.
+    """Predicts the step of a run that is assembled for devices with a compiler.
 
     Args:
-        prices: what work costs; None: times are not predicted.
-        error: the share by which times may be off.
+        prices: the speeds of the device; None: times are not predicted.
+        error: the relative error of predicted times.
     """
     if assembly.run.rollout is not None:
         return _of_rollouts(assembly, prices, error)
@@ -88,7 +89,7 @@ def compiled_figures(assembly: Any, prices: Prices | None, error: float) -> Figu
 
 
 def _of_rollouts(assembly: Any, prices: Prices | None, error: float) -> Figures:
-    """The prediction for an update from rollouts on this machine: the memory of its programs, and the time by the model."""
+    """Predicts an update from rollouts on this machine: the memory from its compiled programs, and the time by the analytic model."""
     target = assembly.target
     memory = dict(compiled_need(assembly, assembly.compile()).sizes)
     fits = target.memory_bytes is None or sum(memory.values()) <= target.memory_bytes
@@ -100,7 +101,12 @@ def _of_rollouts(assembly: Any, prices: Prices | None, error: float) -> Figures:
 
 
 def _memory(assembly: Any, program: Any, guess: dict[str, int]) -> dict[str, int]:
-    """Bytes by kind, which add up to what the compiler allocates; the arrays of a step are split in the proportions of the model."""
+    """Returns bytes by kind, whose sum is what the compiler allocates. The compiler's temporaries are divided among kinds in the
+    proportions of the analytic model.
+
+    Args:
+        guess: the bytes by kind by the analytic model.
+    """
     if assembly.target.shares_memory:
         return dict(compiled_need(assembly, program).sizes)
     analysis = program.memory_analysis()
@@ -118,7 +124,7 @@ def _memory(assembly: Any, program: Any, guess: dict[str, int]) -> dict[str, int
 
 
 def state_buffers(assembly: Any) -> list[Buffer]:
-    """The largest arrays of the state on a device."""
+    """Returns the largest arrays of the training state on a device."""
     params = assembly.shapes.params | assembly.shapes.rest
     places = assembly.places.params | assembly.places.rest
     buffers = []
@@ -131,7 +137,8 @@ def state_buffers(assembly: Any) -> list[Buffer]:
 
 
 def largest_buffers(module: HloModule, assembly: Any) -> list[Buffer]:
-    """The largest arrays that a program makes on a device, each shape once, by the operation that made it."""
+    """Returns the largest arrays that a program makes on a device, named by the operation that makes them. Each shape is listed
+    once."""
     fused = {name for c in module.computations.values() for i in c.instructions if i.opcode == "fusion" for _, name in i.called()}
     buffers: dict[str, Buffer] = {}
     for computation, _ in module.running():
@@ -147,14 +154,19 @@ def largest_buffers(module: HloModule, assembly: Any) -> list[Buffer]:
 
 
 def _readable(op_name: str) -> str:
-    """JAX's name of an operation without what JAX adds around it."""
+    """Shortens JAX's name of an operation by removing what JAX adds to it."""
     parts = [part for part in op_name.split("/") if part and not ADDED.match(part)]
     where = "layers: " if "/while/" in op_name else ""
     return where + "/".join(parts[-2:]) + (" (backward)" if "transpose(jvp" in op_name else "")
 
 
 def collective_traffic(timed: Iterable[CollectiveTime], mesh: dict[str, int], times: dict[str, int]) -> list[Traffic]:
-    """Collectives by kind and axes, largest exposed time first."""
+    """Groups collectives by kind and mesh axes, in descending order of exposed time.
+
+    Args:
+        mesh: the sizes of the mesh axes, by name.
+        times: the number of times that each computation of the program runs, by name.
+    """
     groups: dict[tuple[str, str], list[CollectiveTime]] = defaultdict(list)
     for timing in timed:
         axis = "x".join(timing.collective.axes(mesh)) or "several"
@@ -172,11 +184,11 @@ def collective_traffic(timed: Iterable[CollectiveTime], mesh: dict[str, int], ti
 
 
 def compile_update(assembly: Any) -> Any:
-    """The compiled update of a run.
+    """Compiles the update of a run.
 
     Raises:
-        BadInput: its compiler refuses it, because it does not fit into the memory of a device; the message names the largest arrays
-            and settings that fit.
+        BadInput: the compiler refuses the update because it does not fit into the memory of a device. The message names the largest
+            arrays, and settings that fit.
     """
     try:
         return assembly.compile()
@@ -188,7 +200,11 @@ def compile_update(assembly: Any) -> Any:
 
 
 def memory_refusal(assembly: Any, needed: int) -> BadInput:
-    """The mistake of a run whose step its compiler refuses."""
+    """Makes the error of a run whose step does not fit into memory.
+
+    Args:
+        needed: the bytes that the compiler asks for; 0 if unknown.
+    """
     target = assembly.target
     request = f"; the compiler asks for {format_bytes(needed)} beside the state" if needed else ""
     has = f", which has {format_bytes(target.memory_bytes)}" if target.memory_bytes else ""

@@ -1,8 +1,8 @@
-"""The steps of an engine by the compiler of its devices, which may be absent: their memory and their time.
+"""Predicts the memory and the time of an engine's steps by compiling them for devices that may be absent.
 
-The forward pass of each step is compiled as the engine calls it, with a cache of the size that it would have. How much of that a
-kernel of attention reads depends on the sequences, and which experts a kernel of grouped products reads on their tokens, so the times
-of both are those of the analytic model.
+The forward pass of each step is compiled as the engine calls it, with a cache of the size that the engine would have. The part of the
+cache that an attention kernel reads depends on the sequences, and the experts that a grouped matmul reads depend on the tokens. So the
+times of both are those of the analytic model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,13 +33,13 @@ CACHE, EXPERTS = "reading the cache", "experts"
 
 @dataclass(frozen=True)
 class CompiledServing:
-    """What the compiler says of the steps of an engine.
+    """The prediction of an engine's steps by the compiler.
 
-    needed: bytes on each device of the largest of them, with all that it is given; 0 if it is refused without a number.
-    fits: whether the compiler accepts all of them.
-    steps: their times; () where one is refused.
-    uncounted: kernels whose work is unknown.
-    unknown_loops: loops of a length that depends on data, which count once.
+    needed: the bytes on each device of the largest step, with its arguments; 0 if the compiler refuses it without naming a number.
+    fits: whether the compiler accepts all steps.
+    steps: the time of each step; empty if a step is refused.
+    uncounted: the kernels whose work is unknown.
+    unknown_loops: the number of loops whose length depends on data. Such a loop is counted as one iteration.
     """
 
     needed: int
@@ -50,7 +50,7 @@ class CompiledServing:
 
 
 def compiled_serving(model: PlannedModel, size: CacheSize, keys: Sequence[StepKey], prices: Prices) -> CompiledServing:
-    """The compiler's answer for these steps of a model whose target has devices."""
+    """Compiles these steps of a model for its target, and predicts their memory and time."""
     needed, loops, steps, kernels = 0, 0, dict[StepKey, ServingStep](), set[str]()
     compiled: dict[StepSizes, Any] = {}
     for key in keys:
@@ -72,7 +72,7 @@ def compiled_serving(model: PlannedModel, size: CacheSize, keys: Sequence[StepKe
 
 
 def step_sizes(model: PlannedModel, key: StepKey) -> StepSizes:
-    """The sizes that the engine compiles a step for."""
+    """Returns the array sizes for which the engine compiles a step."""
     decodes, prompt, _ = key
     needs = model.needs
     shares = rows_share_pages(needs.specs, needs.longest, slack=needs.longest)
@@ -83,7 +83,7 @@ def step_sizes(model: PlannedModel, key: StepKey) -> StepSizes:
 
 
 def lowered_step(model: PlannedModel, size: CacheSize, key: StepKey) -> Any:
-    """The forward pass of a step, lowered for the devices of a model."""
+    """Traces and lowers the forward pass of a step for the devices of a model."""
     sizes, forward = step_sizes(model, key), OneProgram(model.module)
     with scope(model.mesh):
         caches = jax.eval_shape(lambda: model.needs.empty(model.settings.slots, size))
@@ -106,10 +106,12 @@ def _bytes_needed(program: Any) -> int:
 
 
 def _price(model: PlannedModel, module: HloModule, estimate: ServingStep, prices: Prices) -> ServingStep:
-    """The time of a compiled step.
+    """Computes the time of a compiled step.
 
     Args:
-        estimate: the same step by the analytic model.
+        module: the compiled program.
+        estimate: the time of the same step by the analytic model.
+        prices: the speeds of the device.
     """
     count = model.target.count
     reading = next(seconds for kind, seconds in estimate.by_kind.items() if kind in (CACHE, "attention"))
@@ -126,6 +128,10 @@ def _price(model: PlannedModel, module: HloModule, estimate: ServingStep, prices
 
 
 def _calls(module: HloModule, kernel: str) -> int:
-    """How often a step calls a kernel, by how its name begins."""
+    """Counts how often a step calls a kernel.
+
+    Args:
+        kernel: the prefix of the kernel's name.
+    """
     of = [(times, i) for c, times in module.running() for i in c.instructions if i.opcode == "custom-call"]
     return sum(times for times, i in of if kernel_name(i).startswith(kernel))

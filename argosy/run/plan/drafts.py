@@ -1,8 +1,8 @@
-"""The time of a step of a server whose tokens are drafted.
+"""Predicts the time of a server's step with speculative decoding.
 
-A step with k drafts samples them one after the other, by a pass of the draft model each, or finds them in the text (n-grams), and
-computes k + 1 rows of each sequence at once, which read the weights once. If each draft is accepted
-with probability a once those before it are, a sequence gets (1 - a^(k + 1)) / (1 - a) tokens of k drafts on average (Leviathan et al.
+A step first makes k drafts of each sequence. A draft model samples them one after the other, with a forward pass each; n-grams are
+found in the text. Then the step computes k + 1 tokens of each sequence at once, which reads the weights once. If each draft is accepted
+with probability a given that those before it are, a sequence advances by (1 - a^(k + 1)) / (1 - a) tokens on average (Leviathan et al.
 2023, arXiv:2211.17192).
 """
 
@@ -17,19 +17,24 @@ DRAFTING = "drafting"
 
 
 def tokens_per_step(speculative: NGram | DraftModel | None, acceptance: float) -> float:
-    """Tokens that a sequence gets of a step, on average."""
+    """Returns the average number of tokens by which a step advances a sequence.
+
+    Args:
+        speculative: the settings of speculative decoding; None without it.
+        acceptance: the probability that a draft is accepted if those before it are.
+    """
     if speculative is None:
         return 1.0
     return sum(acceptance**i for i in range(speculative.tokens + 1))
 
 
 def as_draft(draft: PlannedModel, model: PlannedModel) -> PlannedModel:
-    """A model as it drafts for another: all its layers keep all tokens, in the pages of the other."""
+    """Returns a model as it drafts for another model: all its layers keep all tokens, in the KV-cache pages of the other model."""
     return replace(draft, needs=replace(draft.needs, longest=model.context, windows={}))
 
 
 def drafted_step(model: PlannedModel, decodes: int, prompt: int, length: int, prices: Prices) -> ServingStep:
-    """The time of a step with its drafts; without speculation that of a plain one. The arguments are those of `step_work`."""
+    """Predicts the time of a step, including its drafts if the engine speculates. The arguments are those of `step_work`."""
     speculative = model.settings.speculative
     drafts = 0 if speculative is None else speculative.tokens
     step = serving_step(model, decodes * (1 + drafts), prompt, length, prices)

@@ -1,4 +1,4 @@
-"""The prediction of a step: memory by kind, time, collectives, and what bounds it."""
+"""The prediction of a step: its memory by kind, its time, its collectives, and what bounds it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,12 +10,15 @@ KINDS = ("parameters", "optimizer", "gradients", "activations", "gathered_weight
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind along the same axes of the mesh, in one step.
+    """The collectives of one kind along the same mesh axes in one step.
 
-    kind: such as "all-gather"; axis: such as "fsdp".
-    bytes: bytes of their results on a device, all together; count: how many there are.
-    seconds, exposed_seconds: their time, and the part of it beside which nothing else runs.
-    asynchronous: the share of the bytes that moves beside other work.
+    kind: the kind, such as "all-gather".
+    axis: the mesh axes, such as "fsdp".
+    bytes: the total bytes of the results on a device.
+    count: the number of collectives.
+    seconds: the total time in seconds.
+    exposed_seconds: the part of the time that does not overlap with other work, in seconds.
+    asynchronous: the share of the bytes that is transferred while other work runs.
     """
 
     kind: str
@@ -35,7 +38,12 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A large array of a device: what it is, its type and its bytes."""
+    """A large array on a device.
+
+    name: the parameter or the operation.
+    type: the type and shape.
+    bytes: the size in bytes.
+    """
 
     name: str
     type: str
@@ -46,15 +54,17 @@ class Buffer:
 class Figures:
     """The prediction of a step.
 
-    verdict_by: who predicts: the analytic model, or the compiler.
-    memory: bytes by kind; of a device, or of the machine where devices share its memory.
-    limit: bytes there are; None if unknown.
-    fits: whether the memory suffices; the compiler may refuse what the sum of kinds would allow.
-    compute_seconds: all work but collectives.
+    verdict_by: the source of the prediction: the analytic model (`model`) or the compiler.
+    memory: the bytes by kind, on one device, or on the machine if its devices share memory.
+    limit: the available bytes; None if unknown.
+    fits: whether the memory suffices. The compiler may refuse a step although the sum of kinds is below the limit.
+    compute_seconds: the time of all work but collectives, in seconds; None if times are not predicted.
     traffic: the collectives.
-    error: the share by which the time may be off, measured against runs or published times.
-    uncounted: kernels whose work is unknown; their time is that of their bytes.
-    unknown_loops: loops whose length depends on the data, which count once.
+    buffers: the largest arrays.
+    by_kind: the seconds of work, by kind.
+    error: the relative error of the time, as measured against runs or published times.
+    uncounted: the kernels whose work is unknown. Their time is that of moving their bytes.
+    unknown_loops: the number of loops whose length depends on data. Such a loop is counted as one iteration.
     """
 
     verdict_by: Literal["model", "compiler"]
@@ -79,12 +89,12 @@ class Figures:
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of a step; None if they are not predicted."""
+        """The time of a step in seconds; None if it is not predicted."""
         return None if self.compute_seconds is None else self.compute_seconds + self.exposed_seconds
 
     @property
     def bound_by(self) -> str:
-        """What bounds a step, in a sentence."""
+        """A phrase that says what bounds a step, such as memory or communication."""
         if not self.fits:
             return "memory: it does not fit"
         step = self.step_seconds

@@ -1,6 +1,6 @@
-"""What work costs on this machine: a product, a copy and reading a weight, measured in a second and kept for the next time.
+"""Measures the speed of this machine: matrix products, copies, and reading weights. A measurement takes a second and is stored.
 
-Other processes slow a measurement, and never speed it up, so the best of all that were made counts.
+Other processes can slow a measurement down but never speed it up, so the best of all measurements counts.
 """
 
 import json
@@ -31,7 +31,12 @@ READ = 4096
 
 
 class Speeds(NamedTuple):
-    """The best speeds that were measured: products, copies (bytes read and written), and weights that are read."""
+    """The best speeds that were measured.
+
+    flops_per_s: FLOPs of matrix products per second.
+    bytes_per_s: bytes that copies read and write per second.
+    read_bytes_per_s: bytes of weights that are read per second.
+    """
 
     flops_per_s: float = 0.0
     bytes_per_s: float = 0.0
@@ -40,10 +45,11 @@ class Speeds(NamedTuple):
 
 @cache
 def prices_here(platform: str, again: bool = True) -> Prices | None:
-    """What work costs here; on accelerators from their table, None for a kind that it lacks.
+    """Returns the speeds of this machine's devices. CPUs are measured. The speeds of accelerators are from a table; the result is None
+    for a kind that the table lacks.
 
     Args:
-        again: whether a processor that was measured before is measured again.
+        again: whether a CPU that was measured before is measured again.
     """
     if platform != "cpu":
         kind = jax.devices()[0].device_kind
@@ -68,7 +74,7 @@ def _measured() -> Speeds:
 
 
 def _row_product() -> Callable[[], object]:
-    """Multiplies one row with a large weight, as a decode step does: by a compiled kernel where there is one."""
+    """Makes a function that multiplies one row with a large weight, as a decode step does, by a compiled kernel if there is one."""
     row, weight = jnp.ones((1, READ)), jnp.ones((READ, READ), jnp.float32)
     library.load()
     if library.unavailable():
@@ -98,7 +104,7 @@ def _key() -> str:
 
 
 def _stored() -> Speeds | None:
-    """What was measured on this kind of processor before; None if nothing was."""
+    """Returns the stored speeds of this kind of processor; None if it was not measured before."""
     path = _file()
     with suppress(OSError, ValueError, KeyError, TypeError):
         if path is not None:

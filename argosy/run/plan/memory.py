@@ -1,13 +1,13 @@
-"""The memory of a device, from shapes and shardings alone: seconds instead of minutes.
+"""Predicts the memory of a device from shapes and shardings alone, which takes seconds instead of the minutes of a compiler.
 
-parameters, optimizer    exact
-gradients          float32, split as the weights; the embedding's and the head's are whole until they are reduced
-activations        what the traced backward pass keeps, split as activations are
-gathered_weights   copies of the shards in the type of the products; two layers, the embedding and the head whole
-temporaries        what a layer computes again in its backward pass, or the gradient of the logits: the larger
+    parameters, optimizer   exact
+    gradients               float32, sharded as the weights; those of the embedding and of the head are unsharded until they are reduced
+    activations             arrays that the traced backward pass keeps, sharded as activations are
+    gathered_weights        copies of the shards in the compute type, and two layers, the embedding and the head unsharded
+    temporaries             the larger of what a layer recomputes in its backward pass and the gradient of the logits
 
-Without `execution.remat`, XLA keeps less than the trace: it fuses what is cheap to compute again. The share is measured against
-compiled steps (docs/measured.md).
+Without `execution.remat`, XLA keeps fewer activations than the trace, because it recomputes cheap ones in fused operations. The share
+was measured against compiled steps (docs/measured.md).
 """
 
 import math
@@ -29,7 +29,7 @@ LOGITS = 1.5
 
 
 def memory_by_kind(assembly: Any) -> dict[str, int]:
-    """Bytes of a device by kind, before anything is compiled."""
+    """Predicts the bytes on a device by kind, before anything is compiled."""
     run, mesh = assembly.run, assembly.mesh
     state = state_bytes(assembly.shapes, assembly.places, mesh, assembly.target, assembly.roles)
     itemsize, remat = assembly.decided.dtype.itemsize, run.execution.remat
@@ -55,7 +55,7 @@ def memory_by_kind(assembly: Any) -> dict[str, int]:
 
 
 def activations(assembly: Any) -> list[tuple[int, tuple[int, ...]]]:
-    """Bytes on a device, and the shape over all devices, of each array that the backward pass keeps."""
+    """Returns, for each array that the backward pass keeps, its bytes on a device and its global shape."""
     run, mesh = assembly.run, assembly.mesh
     rows, tokens = run.data.batch // run.accumulate, run.data.sequence
     shares, tensor = row_shares(mesh) * mesh.shape["context"], mesh.shape["tensor"]
@@ -75,13 +75,13 @@ def activations(assembly: Any) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def _split_sizes(config: Any) -> set[int]:
-    """Sizes of the axes that `mesh.tensor` splits."""
+    """Returns the sizes of the axes that `mesh.tensor` splits."""
     names = ("heads", "kv_heads", "ffn", "vocab")
     return {int(getattr(config, name)) for name in names if getattr(config, name, None)} - {getattr(config, "width", None)}
 
 
 def _copies(assembly: Any) -> int:
-    """Bytes of the copies of a device's float32 weights in the type of the products."""
+    """Computes the bytes of the copies of a device's float32 weights in the compute type."""
     itemsize, places = assembly.decided.dtype.itemsize, assembly.places.params | assembly.places.rest
     if itemsize == 4:
         return 0
@@ -91,8 +91,8 @@ def _copies(assembly: Any) -> int:
 
 
 def _weights(assembly: Any) -> tuple[float, float, float]:
-    """Weights that a device has whole at once when they are gathered over `mesh.fsdp`: of a layer, outside of layers, and those of
-    them that are trained."""
+    """Counts the weights that a device holds unsharded at once when they are gathered over `mesh.fsdp`: those of a layer, those outside
+    of layers, and those outside of layers that are trained."""
     mesh = assembly.mesh
     fsdp = mesh.shape["fsdp"]
     inside = outside = trained = 0.0
@@ -109,7 +109,7 @@ def _weights(assembly: Any) -> tuple[float, float, float]:
 
 
 def recomputed_bytes(assembly: Any) -> int:
-    """Bytes on a device that one layer computes again in its backward pass."""
+    """Computes the bytes of the activations that one layer recomputes in its backward pass, on a device."""
     run = assembly.run
     if run.execution.remat == "none":
         return 0

@@ -1,4 +1,4 @@
-"""Settings near those of a run with which it fits, tried by the analytic model."""
+"""Finds small changes of a run's settings with which it fits into memory, by the analytic model."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,11 @@ NAMED = 2
 
 @dataclass(frozen=True)
 class Change:
-    """Settings that differ, as words, and the memory of a device with them."""
+    """A change of settings with which a run fits.
+
+    words: the changed settings, as `key=value`.
+    total: the memory of a device with them, in bytes.
+    """
 
     words: tuple[str, ...]
     total: int
@@ -32,7 +36,8 @@ class Change:
 
 
 def nearest_fits(assembly: Any) -> list[Change]:
-    """Changes of settings with which a run fits, the smallest first; at most two, and none if no change that was tried helps."""
+    """Returns changes of settings with which a run fits, the smallest first. There are at most two, and none if no tried change
+    helps."""
     changes: list[Change] = []
     start = time.process_time()
     for words, target in _candidates(assembly):
@@ -52,12 +57,13 @@ def nearest_fits(assembly: Any) -> list[Change]:
 
 
 def changed_keys(words: Sequence[str]) -> list[str]:
-    """The settings that words change."""
+    """Returns the names of the settings that words (`key=value`) change."""
     return [word.partition("=")[0] for word in words]
 
 
 def changed_run(run: Any, words: Sequence[str]) -> Any:
-    """The settings of a run with other numbers or names in some of them: `data.batch=8`. `adapter=qlora` keeps what both kinds have."""
+    """Returns the settings of a run with some of them changed by words such as `data.batch=8`. `adapter=qlora` keeps the settings that
+    both kinds of adapter have."""
     for word in words:
         key, _, text = word.partition("=")
         if key == "adapter":
@@ -79,7 +85,8 @@ def changed_run(run: Any, words: Sequence[str]) -> Any:
 
 
 def _candidates(assembly: Any) -> Iterator[tuple[tuple[str, ...], Target]]:
-    """Changes from the smallest to the largest: recompute, lower ranks, fewer rows, a base of few bits, another mesh, more devices."""
+    """Yields changes to try, from the smallest to the largest: recomputation, lower ranks, fewer rows, a quantized base, another mesh,
+    more devices."""
     run, target, mesh = assembly.run, assembly.target, assembly.mesh
     room, memory = target.memory_bytes or 0, memory_by_kind(assembly)
     state = memory["parameters"] + memory["optimizer"] + memory["gradients"]
