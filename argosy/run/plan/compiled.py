@@ -101,8 +101,8 @@ def _of_rollouts(assembly: Any, prices: Prices | None, error: float) -> Figures:
 
 
 def _memory(assembly: Any, program: Any, guess: dict[str, int]) -> dict[str, int]:
-    """Returns bytes by kind, whose sum is what the compiler allocates. The compiler's temporaries are divided among kinds in the
-    proportions of the analytic model.
+    """Returns bytes by kind, whose sum is what the compiler allocates. The state counts as in the analytic model. The rest is divided
+    among kinds as the analytic model does, scaled down if its sum is too large.
 
     Args:
         guess: the bytes by kind by the analytic model.

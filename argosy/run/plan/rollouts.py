@@ -1,8 +1,8 @@
-"""What the rollouts of a run take that learns from its own completions: the engine's memory beside the trainer's state, and the time of
-its prompts and of its decode steps beside that of the updates.
+"""Predicts the rollouts of a run that learns from its own completions: the memory that the engine needs in addition to the trainer's
+state, and the time of prefill and decode steps relative to that of the updates.
 
-The engine computes with the trainer's weights where they lie, in their type and with their shardings, or with copies on devices of its
-own (`rollout.devices`). Its cache is freed before an update. Completions are taken to reach their limit.
+The engine uses the trainer's weights in place, in their type and with their shardings, or copies on separate devices
+(`rollout.devices`). Its cache is freed before an update. All completions are assumed to reach their largest length.
 """
 
 import math
@@ -38,11 +38,14 @@ SUMS = 4
 
 @dataclass(frozen=True)
 class RolloutSize:
-    """How large a rollout is.
+    """The size of a rollout.
 
-    completions, prompts: how many; greedy: further completions that rewards are compared with.
-    input, output: tokens of a prompt and of a completion.
-    shared: whether completions of one prompt share it in the updates.
+    completions: the number of completions.
+    prompts: the number of prompts.
+    greedy: the number of additional greedy completions, whose rewards are a baseline.
+    input: the number of tokens in a prompt.
+    output: the number of tokens in a completion.
+    shared: whether completions of one prompt share one copy of it in the updates.
     """
 
     completions: int
@@ -54,21 +57,24 @@ class RolloutSize:
 
     @property
     def learned(self) -> int:
-        """Tokens of all completions with their prompts, as updates compute them."""
+        """The number of tokens that updates compute: all completions with their prompts."""
         return self.completions * self.output + (self.prompts if self.shared else self.completions) * self.input
 
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """The rollouts of a run.
+    """The prediction of a run's rollouts.
 
-    engine: the model as the engine has it; size: of its cache.
-    weights: "shared" with the trainer, "copied" to devices of its own.
-    memory: bytes by kind on each device that samples, of the machine where devices share its memory.
-    prefill, decode: a step of prompts, and one in which as many sequences decode as there are slots for.
-    prefill_steps, decode_steps: how many of them a rollout has.
-    updates: of a rollout.
-    overlaps: whether sampling runs while updates do.
+    lengths: the size of a rollout.
+    engine: the model as the engine has it.
+    size: the size of the KV cache.
+    weights: "shared" if the engine uses the trainer's weights, "copied" if it has copies on separate devices.
+    memory: the bytes by kind on each device that samples, or on the machine if its devices share memory.
+    prefill: a prefill step; None if times are not predicted.
+    decode: a decode step with a sequence in every slot; None if times are not predicted.
+    prefill_steps, decode_steps: the numbers of such steps in a rollout.
+    updates: the number of updates per rollout.
+    overlaps: whether sampling and updates run at the same time.
     """
 
     lengths: RolloutSize
@@ -93,12 +99,12 @@ class RolloutPlan:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a rollout."""
+        """The time of a rollout in seconds."""
         return self.prefill_seconds + self.decode_seconds
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds of each update that wait for rollouts, if these do not run beside it."""
+        """The sampling time per update in seconds, for rollouts that do not overlap with updates."""
         return self.seconds / self.updates
 
     @property
@@ -132,7 +138,7 @@ class RolloutPlan:
 
 
 def lengths_of_rollout(assembly: Any) -> RolloutSize:
-    """The sizes of the rollouts of a run: prompts fill what completions of full length leave of a row."""
+    """Returns the size of a run's rollouts. A prompt is assumed to fill the part of a row that a completion of full length leaves."""
     run, rollout = assembly.run, assembly.run.rollout
     prompts = run.data.batch // rollout.completions
     greedy = prompts if getattr(run.objective, "needs_greedy", False) else 0
@@ -141,7 +147,8 @@ def lengths_of_rollout(assembly: Any) -> RolloutSize:
 
 
 def update_assembly(assembly: Any) -> Any:
-    """The run whose batch is an update of a rollout, in parts of as many rows as are computed at once."""
+    """Returns a copy of a run whose batch has the size of one update of a rollout, divided into micro-batches of the size that is
+    computed at once."""
     run, rollout, lengths = assembly.run, assembly.run.rollout, lengths_of_rollout(assembly)
     rows = part_shape(run, assembly.mesh).rows
     parts = max(1, math.ceil(lengths.learned / rollout.minibatches / run.data.sequence / rows))
@@ -150,10 +157,10 @@ def update_assembly(assembly: Any) -> Any:
 
 
 def trainer_target(target: Target, run: Any) -> Target:
-    """The devices that train: all but those that only sample.
+    """Returns the devices that train: all but those that only sample.
 
     Raises:
-        BadInput: none is left, or other processes sample.
+        BadInput: no device is left, or other processes sample.
     """
     if run.rollout is not None and run.rollout.processes is not None:
         problem = "rollout.processes: a plan counts the engine of the trainer's process alone"
@@ -168,12 +175,13 @@ def trainer_target(target: Target, run: Any) -> Target:
 
 
 def rollout_plan(assembly: Any, state: int, prices: Prices | None, target: Target | None = None) -> RolloutPlan:
-    """The plan of the rollouts of a run.
+    """Predicts the rollouts of a run.
 
     Args:
-        state: bytes of the trainer's state and frozen models on each device; where devices share the machine's memory, on all of them.
-        prices: what work costs; None: times are not predicted.
-        target: the devices of trainer and rollouts together; None: those of the trainer are all.
+        state: the bytes of the trainer's state and of frozen models on each device, or on all devices if they share the machine's
+            memory.
+        prices: the speeds of the device; None: times are not predicted.
+        target: all devices, of the trainer and of rollouts; None: rollouts have no devices but the trainer's.
     """
     run, rollout, lengths = assembly.run, assembly.run.rollout, lengths_of_rollout(assembly)
     apart = rollout.devices is not None
@@ -206,7 +214,12 @@ def rollout_plan(assembly: Any, state: int, prices: Prices | None, target: Targe
 
 
 def _engine(assembly: Any, target: Target, settings: EngineSettings, apart: bool) -> PlannedModel:
-    """The trainer's model as the engine has it, on some of these devices."""
+    """Returns the trainer's model as the engine has it.
+
+    Args:
+        target: all devices.
+        apart: whether the engine has separate devices.
+    """
     run, mesh = assembly.run, assembly.mesh
     all_shapes, all_places = assembly.shapes.params | assembly.shapes.rest, assembly.places.params | assembly.places.rest
     shapes = {a: s for a, s in all_shapes.items() if not a.startswith(PREFIX) and hasattr(s, "shape")}
@@ -232,7 +245,11 @@ def _engine(assembly: Any, target: Target, settings: EngineSettings, apart: bool
 
 
 def _cache_size(engine: PlannedModel, room: EngineRoom, besides: int) -> CacheSize:
-    """The cache of the engine: as large as its completions need, if there is room beside so many bytes."""
+    """Returns the size of the engine's cache: what its completions need, or less if there is no room.
+
+    Args:
+        besides: the bytes on each device that are in use already.
+    """
     target = engine.target
     free = memory_bytes()[1]
     space = host_room(None if free is None else max(0, free - besides)) if target.shares_memory else 0.0
@@ -243,8 +260,8 @@ def _cache_size(engine: PlannedModel, room: EngineRoom, besides: int) -> CacheSi
 
 
 def _step(engine: PlannedModel, decodes: int, prompt: int, length: int, prices: Prices) -> ServingStep:
-    """A step of the engine, with the weights where they lie. Each device has a part of the features, so what is multiplied with them is
-    summed over devices (XLA's choice), and all compute the attention of heads that they do not split."""
+    """Predicts a step of the engine with the trainer's shardings. Each device has a part of the features, so matrix products are summed
+    over devices (as XLA chooses), and every device computes the attention of all heads that are not split."""
     step, mesh, config = serving_step(engine, decodes, prompt, length, prices), engine.mesh, engine.config
     whole = engine.target.count // mesh.shape["tensor"]
     if whole == 1:
@@ -257,7 +274,8 @@ def _step(engine: PlannedModel, decodes: int, prompt: int, length: int, prices: 
 
 
 def _summed_numbers(config: Any) -> int:
-    """Numbers of a token in a layer that are sums over its features: queries, keys, values, the inside of the feed-forward layer."""
+    """Returns how many numbers a layer computes per token as sums over features: queries, keys, values, and the hidden layer of the
+    feed-forward network."""
     experts = config.moe if getattr(config, "moe", None) is not None else None
     inside = config.ffn if experts is None else experts.active * experts.ffn
     size = getattr(config, "head_size", None) or config.width // config.heads
@@ -265,11 +283,12 @@ def _summed_numbers(config: Any) -> int:
 
 
 def scoring_seconds(assembly: Any, products: float) -> float:
-    """Seconds of an update for log-probabilities of its completions by the weights that sampled them, which several updates need, and
-    for a critic's values: a forward pass each, of the three that an update has.
+    """Predicts the seconds that an update spends on scoring its completions before the first update: on their log-probabilities under
+    the weights that sampled them, if a rollout has several updates, and on a critic's values. Each is a forward pass, which takes a
+    third of an update's matrix products.
 
     Args:
-        products: seconds of the products of an update.
+        products: the seconds of the matrix products of an update.
     """
     passes = (assembly.run.rollout.updates > 1) + bool(getattr(assembly.run.objective, "critic", None))
     return passes * products / 3 / assembly.run.rollout.epochs

@@ -1,6 +1,6 @@
-"""Ranks meshes, recomputation and batches of a run by the analytic model: tokens a second, among those that fit.
+"""Ranks meshes, recomputation and batch sizes of a run by predicted tokens per second, among those that fit into memory.
 
-The rows of a batch change what is learned, so they are tried only where the user leaves them open.
+The batch size changes what is learned, so other sizes are tried only if the user leaves it open.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,13 @@ ROOM = 0.9
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings as words, with the memory of a device and tokens a second by the model."""
+    """Settings, with their prediction by the analytic model.
+
+    words: the settings, as `key=value`.
+    total: the memory of a device in bytes.
+    tokens_per_s: tokens per second.
+    step_seconds: the time of a step in seconds.
+    """
 
     words: tuple[str, ...]
     total: int
@@ -41,10 +47,10 @@ class Candidate:
 
 
 def rank_candidates(run: Any, target: Target, open_batch: bool) -> list[Candidate]:
-    """Candidates that fit, the fastest first.
+    """Returns the candidates that fit into memory, the fastest first.
 
     Args:
-        open_batch: whether other numbers of rows are tried.
+        open_batch: whether other batch sizes are tried.
     """
     chip = target.chip
     if chip is None:
@@ -74,7 +80,7 @@ def _candidates(run: Any, target: Target, open_batch: bool) -> Iterator[list[str
 
 
 def _meshes(run: Any, count: int) -> Iterator[list[str]]:
-    """Meshes by words: fsdp over all, copies of it, beside tensor, and beside experts."""
+    """Yields meshes as words: fsdp over all devices, with data parallelism, with tensor parallelism, and with expert parallelism."""
     def whole(**sizes: int) -> list[str]:
         every = {"data": 1, "fsdp": -1, "tensor": 1, "context": 1, "expert": 1, "stage": 1} | sizes
         return [f"mesh.{axis}={n}" for axis, n in every.items()]

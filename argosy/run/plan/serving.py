@@ -1,7 +1,7 @@
-"""What serving a model takes on devices that may be absent: its weights, its cache, and the time of a step of the engine.
+"""Predicts serving a model on devices that may be absent: the memory of weights and KV cache, and the time of the engine's steps.
 
-A step reads the weights once for all of its tokens, and the cache of each sequence that decodes. So with few sequences it takes the
-time of reading the weights, and with many that of their products, or of reading the cache.
+A step reads the weights once for all of its tokens, and the cache of each sequence that decodes. So with few sequences the time of a
+step is that of reading the weights. With many sequences it is that of the matrix products, or of reading the cache.
 """
 
 import math
@@ -58,16 +58,19 @@ StepKey = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model as a server would have it, without its weights.
+    """A model as a server would load it, but without the arrays of its weights.
 
-    module: a description, quantized where schemes say so.
-    target: the devices of one copy: `mesh` has them all.
-    shapes: each weight as it is kept; places: how it lies on the mesh.
-    needs: the memory of its cache.
-    settings: of the engine.
-    packed: bytes of the weights that the engine packs for the kernels of a CPU (`infer.cpu.panels`).
-    factors: addresses of the factors of adapters, of which requests name one each.
-    draft: the model that drafts its tokens; None: it has none.
+    config: the config of the model.
+    module: the module with shapes instead of weights, quantized where the quantization schemes say so.
+    target: the devices of one copy of the model.
+    mesh: the mesh of these devices.
+    shapes: the shape and type of each weight as the server stores it, by parameter name.
+    places: the sharding of each weight, by parameter name.
+    needs: the memory need of the KV cache.
+    settings: the settings of the engine.
+    packed: the bytes of the weights that the engine packs for the kernels of a CPU (`infer.cpu.panels`), by parameter name.
+    factors: the parameter names of the factors of adapters. A request uses one adapter.
+    draft: the draft model of speculative decoding; None without one.
     """
 
     config: Any
@@ -91,7 +94,11 @@ class PlannedModel:
         return self.needs.longest
 
     def bytes_of(self, address: str) -> float:
-        """Bytes of a weight on each device."""
+        """Returns the bytes of a weight on each device.
+
+        Args:
+            address: the parameter name of the weight.
+        """
         if address in self.packed:
             return self.packed[address]
         shape = self.shapes[address]
@@ -100,11 +107,11 @@ class PlannedModel:
         return math.prod(self.places[address].shard_shape(shape.shape)) * (max(8, bits) if self.target.shares_memory else bits) / 8
 
     def cache_bytes(self, size: CacheSize) -> int:
-        """Bytes of the whole cache on each device, with the states of recurrent layers."""
+        """Returns the bytes of the whole cache on each device, with the states of recurrent layers."""
         return bytes_on_each(self.needs.specs, self.mesh, lambda: self.needs.empty(self.settings.slots, size))
 
     def read_bytes(self, length: int) -> float:
-        """Bytes of the cache of one sequence of so many tokens, on each device."""
+        """Returns the bytes of the cache of one sequence of `length` tokens, on each device."""
         needs = replace(self.needs, longest=max(1, length), windows={w: n for w, n in self.needs.windows.items() if w.tokens < length})
         pages = needs.bytes(self.mesh, needs.size(1, needs.pages))
         states = bytes_on_each(needs.specs, self.mesh, lambda: needs.empty(1, CacheSize(0, {})))
@@ -120,17 +127,17 @@ def served_model(
     schemes: Mapping[str, Scheme],
     stored: Callable[[str], Any] | None = None,
 ) -> PlannedModel:
-    """A model as `argosy serve` loads it on some devices.
+    """Describes a model as `argosy serve` loads it on some devices.
 
     Args:
-        target: all devices; a copy takes the first `tensor` of them.
-        dtype: of weights and activations; None: float32 on CPUs, bfloat16 elsewhere.
-        schemes: of contractions that are quantized, by their per-layer names.
-        stored: gives the type in which a file has a weight, by its per-layer name; None: weights are packed by nobody, because others
-            use them too.
+        target: all devices. A copy of the model takes the first `tensor` of them.
+        dtype: the type of weights and activations; None: float32 on CPUs, bfloat16 elsewhere.
+        tensor: the number of devices of a copy.
+        schemes: the quantization scheme of each quantized matrix product, by the name of each layer's weight.
+        stored: (name of a layer's weight) -> its type in the file. None: weights are not packed, because others use them too.
 
     Raises:
-        BadInput: so many devices cannot share the model, or the cache that the settings ask for does not fit it.
+        BadInput: the model cannot be split over `tensor` devices, or the cache that the settings ask for does not fit it.
     """
     if tensor > target.count:
         raise BadInput(f"tensor = {tensor}, but {target.name} has {target.count}", hint=f"tensor={target.count}, or a larger device")
@@ -156,8 +163,8 @@ def served_model(
 
 
 def bytes_in_panels(module: Any, shapes: Mapping[str, jax.ShapeDtypeStruct], stored: Callable[[str], Any]) -> dict[str, float]:
-    """Bytes of the weights of an unrolled model that an engine packs, by address. Weights that a file has in bfloat16 stay in it, those
-    of few bits stay in their codes."""
+    """Returns the bytes of the weights of an unrolled model that an engine packs, by parameter name. Weights that are bfloat16 or
+    quantized in the file keep their type when they are packed."""
     library.load()
     if packer_of(module) is None:
         return {}
@@ -179,11 +186,14 @@ def bytes_in_panels(module: Any, shapes: Mapping[str, jax.ShapeDtypeStruct], sto
 
 
 def serving_memory(model: PlannedModel, copies: int) -> tuple[dict[str, int], CacheSize]:
-    """Bytes by kind on each device, of the machine where devices share its memory; and the pages of the cache, as the engine would
-    choose them.
+    """Predicts the memory of serving. Returns the bytes by kind on each device (or on the machine if its devices share memory), and the
+    size of the KV cache that the engine would choose.
+
+    Args:
+        copies: the number of copies of the model.
 
     Raises:
-        BadInput: the cache that the settings ask for holds no sequence of their length.
+        BadInput: the cache that the settings ask for cannot hold a single sequence of full length.
     """
     settings, target = model.settings, model.target
     adapters = int(sum(map(model.bytes_of, model.factors)))
@@ -212,7 +222,7 @@ def serving_memory(model: PlannedModel, copies: int) -> tuple[dict[str, int], Ca
 
 
 def _room(model: PlannedModel, weights: int, copies: int) -> float:
-    """Bytes for the cache on each device, as `infer.engine.cache.room_for_cache` finds them."""
+    """Returns the bytes for the cache on each device, as `infer.engine.cache.room_for_cache` finds them."""
     target = model.target
     if model.settings.memory is not None:
         return float(model.settings.memory)
@@ -223,7 +233,7 @@ def _room(model: PlannedModel, weights: int, copies: int) -> float:
 
 
 def step_temporaries(model: PlannedModel) -> int:
-    """Bytes of the arrays of the largest step, on each device."""
+    """Estimates the bytes of the temporary arrays of the largest step, on each device."""
     settings, config = model.settings, model.config
     tokens = max(settings.budget, settings.budget_decoding + settings.slots)
     wide = (getattr(config, "ffn", None) or 4 * config.width) / model.target.count
@@ -231,13 +241,13 @@ def step_temporaries(model: PlannedModel) -> int:
 
 
 def unsplit_text(model: PlannedModel) -> str:
-    """The weights that every device has whole, although `tensor` splits weights; "" where they are few."""
+    """Describes the weights that every device has unsharded although `tensor` splits weights; "" if they are few."""
     shapes = {a: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=model.places[a]) for a, s in model.shapes.items()}
     return unsplit_weights(model.mesh, shapes)
 
 
 def largest_weights(model: PlannedModel) -> list[Buffer]:
-    """The largest weights on a device."""
+    """Returns the largest weights on a device."""
 
     def buffer(address: str) -> Buffer:
         shape = model.shapes[address]
@@ -253,8 +263,9 @@ def largest_weights(model: PlannedModel) -> list[Buffer]:
 class ServingStep:
     """The time of a step of the engine.
 
-    decodes: sequences that decode; prompt: prompt tokens.
-    by_kind: seconds of work on a device.
+    decodes: the number of sequences that decode.
+    prompt: the number of prompt tokens.
+    by_kind: the seconds of work on a device, by kind.
     traffic: the collectives between devices.
     """
 
@@ -269,16 +280,19 @@ class ServingStep:
 
     @property
     def bound_by(self) -> str:
-        """What most of the time goes to, with its share."""
+        """The kind of work that takes most of the time, with its share."""
         parts = {**self.by_kind, "communication": sum(transfer.exposed_seconds for transfer in self.traffic)}
         most = max(parts, key=lambda kind: parts[kind])
         return f"{most} ({parts[most] / self.seconds:.0%} of a step)"
 
 
 class StepParts(NamedTuple):
-    """Seconds of the parts of a step of the engine on each device, each alone.
+    """The parts of an engine's step, in seconds on each device, as if each part ran alone.
 
-    weights, cache: reading them; products: multiplying with weights; mixing: scores and sums of attention.
+    weights: reading the weights.
+    products: the matrix products with weights.
+    cache: reading the KV cache.
+    mixing: the products of attention (scores and weighted sums).
     """
 
     weights: float
@@ -287,13 +301,14 @@ class StepParts(NamedTuple):
     mixing: float
 
     def by_kind(self) -> dict[str, float]:
-        """The slower of reading and computing, which hides the other."""
+        """Returns seconds by kind. Reading and computing overlap, so only the slower of the two counts, for weights and for the
+        cache."""
         kinds = {"reading the weights": self.weights} if self.weights > self.products else {"matrix products": self.products}
         return kinds | ({"reading the cache": self.cache} if self.cache > self.mixing else {"attention": self.mixing})
 
 
 def step_parts(model: PlannedModel, decodes: int, prompt: int, length: int, prices: Prices) -> StepParts:
-    """The parts of a step, by FLOPs and bytes. The arguments are those of `step_work`."""
+    """Predicts the parts of a step from FLOPs and bytes. The arguments are those of `step_work`."""
     config, count = model.config, model.target.count
     head = 2 * config.width * config.vocab
     each = config.flops(1) - config.mixing_flops(1)
@@ -308,35 +323,38 @@ def step_parts(model: PlannedModel, decodes: int, prompt: int, length: int, pric
 
 
 def factor_flops(model: PlannedModel) -> float:
-    """FLOPs of the factors of all adapters for one token: each token is multiplied with those of every adapter."""
+    """Returns the FLOPs of the adapters for one token. Each token is multiplied with the factors of every adapter."""
     axes, experts = logical(model.module), model.config.experts
     share = {True: 1.0 if experts is None else experts.active / experts.count, False: 1.0}
     return sum(2 * math.prod(model.shapes[a].shape) * share["experts" in axes[a]] for a in model.factors)
 
 
 def step_work(model: PlannedModel, decodes: int, prompt: int, length: int, prices: Prices) -> ServingStep:
-    """The time of a step, by FLOPs and bytes.
+    """Predicts the time of a step from FLOPs and bytes.
 
     Args:
-        length: tokens of each sequence that are in the cache before the step.
+        decodes: the number of sequences that decode.
+        prompt: the number of prompt tokens.
+        length: the number of tokens of each sequence in the cache before the step.
+        prices: the speeds of the device.
     """
     by_kind = step_parts(model, decodes, prompt, length, prices).by_kind()
     return ServingStep(decodes, prompt, by_kind, _step_traffic(model, decodes + prompt, decodes + bool(prompt), prices))
 
 
 def _mixing(config: Any, length: int) -> float:
-    """FLOPs of the attention of one token to so many."""
+    """Returns the FLOPs of the attention of one token to `length` tokens."""
     return config.mixing_flops(max(length, 1)) / max(length, 1)
 
 
 def read_weights(model: PlannedModel, tokens: int) -> float:
-    """Bytes of weights that a step with so many tokens reads on each device."""
+    """Returns the bytes of weights that a step with `tokens` tokens reads on each device."""
     return sum(weights_read(model, tokens).values())
 
 
 def weights_read(model: PlannedModel, tokens: int) -> dict[str, float]:
-    """Bytes of each weight that a step with so many tokens reads on each device. Experts to which no token is sent are not read; all
-    are equally likely."""
+    """Returns the bytes of each weight that a step with `tokens` tokens reads on each device, by parameter name. Experts without tokens
+    are not read; all experts are assumed to be equally likely."""
     experts, axes = model.config.experts, logical(model.module)
     touched = 1.0 if experts is None else 1 - (1 - experts.active / experts.count) ** tokens
     sizes = {}
@@ -349,8 +367,8 @@ def weights_read(model: PlannedModel, tokens: int) -> dict[str, float]:
 
 
 def expert_seconds(model: PlannedModel, tokens: int, prices: Prices) -> float:
-    """The time of the experts in a step with so many tokens, on each device: that of reading those that a token is sent to, or of their
-    products."""
+    """Predicts the seconds of the experts in a step with `tokens` tokens, on each device: those of reading the experts with tokens, or
+    those of their matrix products, whichever is larger."""
     experts = model.config.experts
     if experts is None:
         return 0.0
@@ -376,12 +394,12 @@ def _step_traffic(model: PlannedModel, tokens: int, rows: int, prices: Prices) -
 
 @dataclass(frozen=True)
 class ServingRate:
-    """What clients see of one copy of a model with so many sequences at a time.
+    """The speed that clients see of one copy of a model.
 
-    sequences: that run at a time.
-    step: a step in which they all decode.
-    first_token_seconds: from a prompt's first step to its first token, if nothing else runs.
-    tokens_per_s: tokens of completions a second over all sequences, with the time that their prompts take.
+    sequences: the number of sequences that run at a time.
+    step: a step in which all of them decode.
+    first_token_seconds: the time from a prompt's first step to its first token, if nothing else runs.
+    tokens_per_s: the completion tokens per second over all sequences. The time of their prompts is included.
     """
 
     sequences: int
@@ -391,12 +409,12 @@ class ServingRate:
 
     @property
     def token_seconds(self) -> float:
-        """Seconds between two tokens of a sequence, on average over a completion."""
+        """The average time between two tokens of a sequence, in seconds."""
         return self.sequences / self.tokens_per_s
 
 
 def prompt_steps(model: PlannedModel, input_len: int) -> list[tuple[int, int]]:
-    """The steps of a prompt alone: (its tokens, those in the cache before)."""
+    """Returns the steps of a prompt that runs alone, each as (tokens of the step, tokens in the cache before)."""
     budget = model.settings.budget
     return [(min(budget, input_len - at), at) for at in range(0, input_len, budget)]
 
@@ -405,11 +423,13 @@ def serving_rates(
     model: PlannedModel, size: CacheSize, input_len: int, output_len: int, steps: Mapping[StepKey, ServingStep],
     per_step: float = 1.0,
 ) -> list[ServingRate]:
-    """The rates with 1, 8, 32 ... sequences at a time, as many as there are slots and pages for.
+    """Predicts the rates with 1, 8, 32 ... sequences at a time, up to the number that slots and KV-cache pages allow.
 
     Args:
-        steps: those of `planned_steps`.
-        per_step: tokens that a sequence gets of a step, on average.
+        input_len: the number of tokens in a prompt.
+        output_len: the number of tokens in a completion.
+        steps: the predicted steps of `planned_steps`.
+        per_step: the average number of tokens by which a step advances a sequence.
     """
     prompt = sum(steps[0, tokens, before].seconds for tokens, before in prompt_steps(model, input_len))
     rates = []
@@ -422,12 +442,16 @@ def serving_rates(
 
 
 def concurrencies(model: PlannedModel, size: CacheSize, length: int) -> list[int]:
-    """Numbers of sequences of this length that are looked at: up to those that run at a time."""
+    """Returns the numbers of concurrent sequences that `serving_rates` predicts, up to the largest number that can run at a time.
+
+    Args:
+        length: the number of tokens of a sequence.
+    """
     most = max(1, min(model.settings.slots, size.pages // -(-length // model.settings.page)))
     return sorted({n for n in (1, 8, 32, 128, 512) if n < most} | {most})
 
 
 def planned_steps(model: PlannedModel, size: CacheSize, input_len: int, output_len: int) -> list[StepKey]:
-    """The steps that `serving_rates` looks at."""
+    """Returns the steps that `serving_rates` needs."""
     prompts = [(0, tokens, before) for tokens, before in prompt_steps(model, input_len)]
     return prompts + [(n, 0, input_len + output_len // 2) for n in concurrencies(model, size, input_len + output_len)]

@@ -1,8 +1,8 @@
-"""A step of the engine on a CPU, and the memory of its process, where things count that accelerators hide.
+"""Predicts an engine's step on a CPU and the memory of its process, including costs that do not matter on accelerators.
 
-Weights that are packed for compiled kernels (`infer.cpu.panels`) are read at the speed of the memory. XLA takes longer over the others:
-experts in floats, and the weights of latent attention. Between products stand small instructions, for which little models wait longer
-than for their weights. And compiled programs take the memory of the process.
+Weights that are packed for compiled kernels (`infer.cpu.panels`) are read at the speed of the memory. XLA is slower with other weights:
+unquantized experts, and the weights of latent attention. Small instructions between matrix products take longer than reading the
+weights in small models. And compiled programs take memory of the process.
 """
 
 import math
@@ -34,7 +34,7 @@ SMALL = "small instructions"
 
 
 def serving_step(model: PlannedModel, decodes: int, prompt: int, length: int, prices: Prices) -> ServingStep:
-    """The time of a step on the devices of a model; the arguments are those of `step_work`."""
+    """Predicts the time of a step on the devices of a model. The arguments are those of `step_work`."""
     step = step_work(model, decodes, prompt, length, prices)
     if not model.target.shares_memory:
         return step
@@ -55,13 +55,15 @@ def serving_step(model: PlannedModel, decodes: int, prompt: int, length: int, pr
 
 
 def _has_kernel(model: PlannedModel) -> bool:
-    """Whether the compiled kernel of attention takes this cache: keys and values of their own, in floats."""
+    """Whether the compiled attention kernel supports this cache. It needs separate keys and values, not quantized."""
     entries = [name for spec, _ in model.needs.specs.values() for name, _ in spec.token]
     return bool(model.packed) and model.needs.narrow is None and set(entries) <= {"k", "v"}
 
 
 def programs_bytes(model: PlannedModel) -> int:
-    """Memory of the programs of an engine, which is compiled for each size of a step; 0 on accelerators, whose programs are small."""
+    """Predicts the memory of an engine's compiled programs, one for each size of a step. It is 0 on accelerators, whose programs are
+    small.
+    """
     if not model.target.shares_memory:
         return 0
     needs = model.needs

@@ -1,8 +1,8 @@
-"""The start of a run's rollouts: the engine that samples, and the hooks that evaluate and record completions.
+"""Starts the rollouts of a run: the engine that samples, and the hooks that evaluate and record completions.
 
 The engine and the trainer share devices and weights, unless `rollout.devices` is set. Before a rollout the engine's module takes the
-state's own arrays, without a copy. After it the engine frees its cache, and the update donates the arrays that the engine still refers
-to. With `rollout.processes` the engines are in other processes (`run.rl.rollout_workers`).
+arrays of the training state, without a copy. After the rollout the engine frees its cache, and the update donates the arrays that the
+engine still refers to. With `rollout.processes` the engines are in other processes (`run.rl.rollout_workers`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,10 +40,11 @@ def begin_rollouts(
     """Starts sampling for a run, before its first step: builds the engine or the sampling processes, and connects them to the rollouts.
 
     Args:
-        hub: config.json of the initial model, which names end-of-sequence tokens.
-        generation: generation_config.json of the initial model, which names further ones.
+        hub: the config.json of the initial model, which names end-of-sequence tokens.
+        generation: the generation_config.json of the initial model, which names further end-of-sequence tokens.
+        say: called with messages.
         keep: called with the completions of each rollout.
-        interrupted: whether to stop.
+        interrupted: returns whether to stop.
     """
     rollouts = rollouts_of(assembly)
     engine: Any = RolloutEngine(
@@ -62,7 +63,7 @@ def begin_rollouts(
 
 
 def rollout_header(assembly: Assembly) -> dict[str, str]:
-    """The header's lines about rollouts and the processes that sample."""
+    """Returns the header's lines about rollouts and the processes that sample."""
     settings, summary = _settings(assembly), dict(rollouts_of(assembly).summary)
     if settings.processes is None:
         return summary
@@ -74,7 +75,7 @@ def _settings(assembly: Assembly) -> Rollout:
 
 
 class CompletionEvaluation:
-    """Evaluates greedy completions of held-out prompts. The best checkpoints have the lowest `RolloutParts.selection`."""
+    """A hook that evaluates greedy completions of held-out prompts. The best checkpoints have the lowest `RolloutParts.selection`."""
 
     def __init__(self, assembly: Assembly, saver: Saver, metrics: Metrics, view: View, clock: Clock):
         self.assembly, self.saver, self.metrics, self.view, self.clock = assembly, saver, metrics, view, clock
@@ -95,8 +96,8 @@ class CompletionEvaluation:
 
 
 def completion_recorder(lines: Metrics, view: View) -> Callable[[Sequence[TrajectoryRecord]], None]:
-    """A function that writes some completions of each rollout to a file of the run directory, one per line, and sometimes displays the
-    best one.
+    """Makes a function that writes some completions of each rollout to a file of the run directory, one per line, and now and then
+    displays the best completion.
     """
 
     def record(records: Sequence[TrajectoryRecord]) -> None:

@@ -1,6 +1,6 @@
-"""The parts of a run whose batches are sampled from its own model, and the arrays of a part of a rollout.
+"""The parts of a run whose batches are sampled from its own model, and the arrays of a micro-batch of a rollout.
 
-Completions are packed into parts of one shape, so one program computes updates of any size.
+Completions are packed into micro-batches of one shape, so one compiled program computes updates of any size.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,16 +27,16 @@ from argosy.run.settings.run import Run
 
 @dataclass
 class RolloutParts:
-    """The parts that differ between objectives that learn from rollouts.
+    """The parts of a run that differ between objectives that learn from rollouts.
 
-    batches: the rollouts.
+    batches: the rollouts, as batches.
     trainer: (assembly, engine, say) -> the rollouts' access to the trainer.
-    first_prompt: the prompt that a run displays before its first step.
-    selection: (metrics of an evaluation) -> the number by which checkpoints are compared, lower is better; None if every reward was
+    first_prompt: () -> the prompt that a run displays before its first step.
+    selection: (metrics of an evaluation) -> the number by which checkpoints are compared; lower is better. None if every reward was
         missing.
-    summary: lines of the run's header.
-    roles: the frozen models that every update reads.
-    workers: the processes that sample, once they run.
+    summary: the lines of the run's header.
+    roles: the roles of the frozen models that every update reads.
+    workers: the processes that sample, from when they run; otherwise None.
     """
 
     batches: RolloutBatches
@@ -53,14 +53,14 @@ class RolloutParts:
 
 
 def rollouts_of(assembly: Assembly) -> RolloutParts:
-    """The rollouts of a run that has some."""
+    """Returns the rollouts of a run, which must have some."""
     assert assembly.rollouts is not None
     return assembly.rollouts
 
 
 class PartArrays:
-    """The arrays of one part of packed completions (`rl.rollouts.packing`): rows are split over the devices, and every device has the
-    numbers of each completion."""
+    """The arrays of one micro-batch of packed completions (`rl.rollouts.packing`). Rows are split over the devices. The arrays of
+    completions are replicated on every device."""
 
     def __init__(self, assembly: Assembly):
         batches: Any = assembly.batches
@@ -71,20 +71,24 @@ class PartArrays:
         self._rows, self._everywhere = batch_sharding(assembly.mesh), assembly.places.step
 
     def shapes(self, only: Sequence[str] | None = None) -> dict[str, Any]:
-        """Shapes, types and shardings."""
+        """Returns the shapes, types and shardings of the arrays, by name.
+
+        Args:
+            only: the names of the arrays; None: all.
+        """
         fields = {name: self.fields[name] for name in only or self.fields}
         arrays = shapes_of(fields, self.shape.rows, self.shape.sequence, 1, self.shape.sizes, None)
         return {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._place_of(name)) for name, a in arrays.items()}
 
     def place(self, part: Batch) -> dict[str, Any]:
-        """Puts a part onto the devices."""
+        """Moves a micro-batch from the host to the devices."""
         return {name: jax.device_put(a, self._place_of(name)) for name, a in part.items()}
 
     def place_scored(self, part: Batch, *more: str) -> dict[str, Any]:
-        """Puts onto the devices the arrays that log-probabilities are computed from.
+        """Moves only the arrays that log-probabilities are computed from to the devices.
 
         Args:
-            more: names of further arrays.
+            more: the names of further arrays to move.
         """
         return self.place({name: part[name] for name in (*self.scored, *more)})
 
@@ -94,10 +98,10 @@ class PartArrays:
 
 
 def part_shape(run: Run, mesh: Any, shared: bool = False) -> PartShape:
-    """The shape of the parts that completions are packed into.
+    """Returns the shape of the micro-batches that completions are packed into.
 
     Args:
-        shared: whether completions of one prompt share it.
+        shared: whether completions of one prompt share one copy of it.
 
     Raises:
         BadInput: the rows do not divide over the devices.

@@ -1,4 +1,5 @@
-"""The rollouts of a policy: rewards of completions, and log-probabilities and values by the trainer's model."""
+"""Builds the rollouts of a policy, and the programs that compute log-probabilities and values of completions by the trainer's
+models."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -35,10 +36,10 @@ MOST_WORKERS = 8
 
 
 def policy_rollouts(run: Run, decided: Decided, mesh: Any, tokenizer: Any) -> RolloutParts:
-    """The rollouts of a policy. Everything is checked, nothing is sampled.
+    """Builds the rollouts of a policy. Everything is checked; nothing is sampled.
 
     Raises:
-        UserError: a mistake in prompts, rewards or settings.
+        UserError: there is a mistake in prompts, rewards or settings.
     """
     batches = _reward_batches(run, decided, mesh, tokenizer)
     summary = _summary(run)
@@ -75,7 +76,7 @@ def _selection(numbers: Mapping[str, float]) -> float | None:
 
 
 def _summary(run: Run) -> dict[str, str]:
-    """The rollouts and rewards of a run, for its header."""
+    """Describes the rollouts and rewards of a run for its header."""
     rollout, completions = run.rollout, run.data.batch
     assert rollout is not None
     n, prompts = rollout.completions, plural(completions // rollout.completions, "prompt")
@@ -102,7 +103,7 @@ def _trainer(assembly: Assembly, engine: Any, say: Say) -> PolicyTrainer:
 
 
 def _say_lengths(assembly: Assembly, say: Say) -> None:
-    """Reports prompts without room for a completion before the first of them is reached."""
+    """Reports the prompts that leave no room for a completion, before training reaches the first of them."""
     run, batches = assembly.run, rollouts_of(assembly).batches
     longest = run.data.sequence - (run.rollout or Rollout()).tokens
     held_out = batches.held_out if run.eval.batches else None
@@ -114,23 +115,23 @@ def _say_lengths(assembly: Assembly, say: Say) -> None:
 
 
 class PolicyPrograms:
-    """Log-probabilities and values of the tokens of a part's completions. Their programs are compiled on first use."""
+    """Computes log-probabilities and values of the completion tokens of a micro-batch. Programs are compiled on first use."""
 
     def __init__(self, assembly: Assembly):
         self.assembly, self.arrays = assembly, PartArrays(assembly)
 
     def trained_logps(self, state: TrainState, part: Batch) -> np.ndarray:
-        """Log-probabilities by the trained model, [S L]."""
+        """Returns log-probabilities under the trained model, [S L]."""
         return self._logps(state.params, state.rest, part)
 
     def reference_logps(self, state: TrainState, part: Batch) -> np.ndarray:
-        """Log-probabilities by the initial weights, [S L]. The frozen base is shared with the trained model."""
+        """Returns log-probabilities under the initial weights, [S L]. The frozen base is shared with the trained model."""
         first = self.assembly.frozen[reference.ROLE]
         params, rest = ({a: first.get(a, leaf) for a, leaf in leaves.items()} for leaves in (state.params, state.rest))
         return self._logps(params, rest, part)
 
     def values(self, state: TrainState, part: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """The critic's values of the tokens, [S L], and after the last token of each completion, [S]."""
+        """Returns the critic's values before the tokens, [S L], and after the last token of each completion, [S]."""
         tokens, ends = self._critic(state.params, state.rest, self.arrays.place_scored(part, "ends"))
         return np.asarray(tokens), np.asarray(ends)
 

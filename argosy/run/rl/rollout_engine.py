@@ -1,7 +1,7 @@
-"""The engine of a run that learns from rewards: the language model that completes prompts with the current weights.
+"""The engine of a run that learns from rollouts: the language model that completes prompts with the current weights.
 
-On the trainer's devices its module holds the trainer's own arrays. On separate devices it holds copies, which are resharded during the
-transfer; names stay the same. Copies are compared with their sources by a checksum over the bits of all weights.
+On the trainer's devices, the engine's module holds the trainer's own arrays. On separate devices it holds copies, which are resharded
+during the transfer. Copies are compared with their sources by a checksum over the bits of all weights.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ from argosy.weights.build import tensor_shardings
 
 
 def trainer_devices(settings: Rollout | None) -> list[Any]:
-    """The devices that train: all but those that only sample.
+    """Returns the devices that train: all but those that only sample.
 
     Raises:
         BadInput: no device is left to train.
@@ -50,7 +50,7 @@ def trainer_devices(settings: Rollout | None) -> list[Any]:
 
 
 def policy_weights(state: TrainState) -> Leaves:
-    """The weights of a state, without the critic's."""
+    """Returns the weights of a state by parameter name, without the critic's."""
     return {a: leaf for a, leaf in (state.params | state.rest).items() if not a.startswith(PREFIX)}
 
 
@@ -58,11 +58,14 @@ def policy_weights(state: TrainState) -> Leaves:
 class RolloutEngine:
     """The language model of rollouts.
 
-    graph: structure of the trained module.
-    shapes: shapes of its weights by address.
-    dtype: type of the activations.
-    hub: config.json of the initial model, which names end-of-sequence tokens.
-    generation: generation_config.json of the initial model, which names further ones.
+    config: the config of the model.
+    graph: the structure of the trained module.
+    shapes: the shapes of its weights, by parameter name.
+    dtype: the type of the activations.
+    tokenizer: the tokenizer.
+    settings: the settings of rollouts.
+    hub: the config.json of the initial model, which names end-of-sequence tokens.
+    generation: the generation_config.json of the initial model, which names further end-of-sequence tokens.
     """
 
     config: Any
@@ -78,7 +81,8 @@ class RolloutEngine:
     _rounded: dict[str, QuantizedEinsum] = field(default_factory=dict, init=False, repr=False)
 
     def weights(self, state: TrainState) -> Leaves:
-        """The weights of a state on the engine's devices, without the critic's.
+        """Returns the weights of a state on the engine's devices, without the critic's. They are copied if the engine has separate
+        devices.
 
         Raises:
             ArgosyError: a copy differs from its source.
@@ -99,7 +103,7 @@ class RolloutEngine:
         return copies
 
     def __call__(self, weights: Leaves) -> LM:
-        """The language model with these weights."""
+        """Returns the language model with these weights. It is the same object in each call, changed in place."""
         if self._lm is None:
             module = self._module(weights)
             if self.settings.weights == "int8":
@@ -118,7 +122,7 @@ class RolloutEngine:
         return self._lm
 
     def _placed(self, weights: Leaves) -> dict[str, Any]:
-        """Where each weight lies on the engine's devices."""
+        """Returns the sharding of each weight on the engine's devices, by parameter name."""
         count = self.settings.devices
         assert count is not None
         devices = jax.devices()[-count:]
@@ -127,7 +131,7 @@ class RolloutEngine:
         return tensor_shardings(self._module(weights), count, devices)
 
     def _module(self, weights: Leaves) -> Any:
-        """The policy's module with these weights."""
+        """Builds the policy's module with these weights, without the critic."""
         module = merge(self.graph, {**self.shapes, **weights})
         module.dtype = self.dtype
         if hasattr(module, "critic"):
@@ -137,5 +141,5 @@ class RolloutEngine:
 
 @jax.jit
 def checksums(arrays: list[jax.Array]) -> jax.Array:
-    """For each array the sum of its bits as 32-bit words, modulo 2**32."""
+    """Computes the checksum of each array: the sum of its bits as 32-bit words, modulo 2**32."""
     return jnp.stack([checksum(a) for a in arrays])

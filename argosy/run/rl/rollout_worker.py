@@ -1,6 +1,6 @@
-"""A process that samples for a run: it holds the engine, receives weights, and completes its share of the prompts.
+"""A process that samples for a run. It holds the engine, receives weights, and completes its share of the prompts.
 
-`run.rl.rollout_workers` calls its functions and knows the run; this file knows only the engine.
+`run.rl.rollout_workers` calls the functions of this file and knows the run; this file knows only the engine.
 """
 
 import pickle
@@ -22,7 +22,7 @@ class RolloutWorker:
 
     Args:
         engine: a pickled `RolloutEngine`.
-        config: settings of jax by name, such as the folder of compiled programs.
+        config: settings of jax by name, such as the folder of its compilation cache.
     """
 
     def __init__(self, engine: bytes, config: Mapping[str, Any]):
@@ -33,7 +33,8 @@ class RolloutWorker:
         self.lm: LM | None = None
 
     def take(self, leaves: Mapping[str, jax.Array]) -> np.ndarray:
-        """Receives the weights that have changed. Returns the checksum of every weight, in the order of their addresses."""
+        """Receives the weights that have changed, by parameter name. Returns the checksum of every weight, in the order of the
+        names."""
         device = jax.local_devices()[0]
         self.weights |= {a: jax.device_put(leaf, device) for a, leaf in leaves.items()}
         self.lm = self.engine(self.weights)
@@ -41,12 +42,13 @@ class RolloutWorker:
         return np.asarray(checksums([self.weights[a] for a in sorted(self.weights)]))
 
     def answer(self, tokens: np.ndarray, lengths: np.ndarray, first: int, options: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Completes prompts.
+        """Completes prompts. Returns the completions as arrays (`joined_completions`).
 
         Args:
             tokens: the tokens of all prompts, concatenated.
             lengths: the length of each prompt.
-            first: index of the first prompt among all prompts of the rollout.
+            first: the index of the first prompt among all prompts of the rollout.
+            options: the fields of the `SamplingRequest`.
         """
         assert self.lm is not None, "prompts before weights"
         prompts = [prompt.tolist() for prompt in np.split(tokens, np.cumsum(lengths)[:-1])]
@@ -55,13 +57,13 @@ class RolloutWorker:
         return joined_completions(sample_completions(self.lm, prompts, request, first=first))
 
     def sleep(self) -> None:
-        """Frees the cache."""
+        """Frees the KV cache."""
         if self.lm is not None:
             self.lm.sleep()
 
 
 def joined_completions(answers: list[SampledCompletion]) -> dict[str, np.ndarray]:
-    """Completions as concatenated arrays."""
+    """Converts completions to arrays, in which their tokens are concatenated."""
     return {
         "lengths": np.array([len(completion.tokens) for completion in answers], np.int64),
         "tokens": np.array([token for completion in answers for token in completion.tokens], np.int64),

@@ -1,13 +1,13 @@
-"""The trainer's side of processes that sample for a run (`rollout.processes`). Each is a group of `launch.workers`, with the engine of
-`run.rl.rollout_worker`.
+"""The trainer's side of the processes that sample for a run (`rollout.processes`). Each process is a group of `launch.workers` that
+runs `run.rl.rollout_worker`.
 
-For a rollout each process fetches the weights that changed since its last one; frozen weights, such as those under adapters, are sent
-once. The process returns the checksum of every weight, which is compared with the trainer's. Each process gets a contiguous share of
-the prompts, which depends on their number alone. Every prompt keeps its index among all, which decides its random stream. So
-completions do not depend on which processes are alive, or how long they take.
+For a rollout, each process fetches the weights that changed since its last rollout. Frozen weights, such as those under adapters, are
+sent once. The process returns the checksum of every weight, which is compared with the trainer's. Each process gets a contiguous share
+of the prompts, which depends only on the number of prompts. Every prompt keeps its index among all prompts, which decides its random
+stream. So completions do not depend on which processes are alive or on how long they take.
 
 A process that ends is started again, fetches the weights, and samples its share again. With `rollout.ahead` the trainer has new weights
-by then, so a rollout's weights are copied into host memory; without it they are the trainer's own arrays.
+by then, so the weights of a rollout are copied into host memory. Without it they are the trainer's own arrays.
 """
 
 import pickle
@@ -52,8 +52,8 @@ class WeightVersion(NamedTuple):
     """One version of a weight.
 
     leaf: the trainer's array.
-    number: how often the weight has changed.
-    sent: the array that is sent.
+    number: the number of times that the weight has changed.
+    sent: the array that is sent to processes.
     """
 
     leaf: Any
@@ -64,8 +64,8 @@ class WeightVersion(NamedTuple):
 class WeightVersions(NamedTuple):
     """The weights of one rollout.
 
-    versions: the version of each weight, by address.
-    sums: their checksums, in the order of the addresses.
+    versions: the version of each weight, by parameter name.
+    sums: the checksums of the weights, in the order of the names.
     """
 
     versions: Mapping[str, WeightVersion]
@@ -109,8 +109,8 @@ class RolloutWorkers:
     # ---------------------------------------------------------------- what a trainer lends (`rl.rollouts.records.Trainer`)
 
     def weights(self, state: TrainState) -> WeightVersions:
-        """The weights of a state. Without `rollout.ahead` they are the state's own arrays, which must not be donated before they are
-        used.
+        """Returns the weights of a state, as processes fetch them. Without `rollout.ahead` they are the arrays of the state, which must
+        not be donated before the rollout is sampled.
         """
         leaves = policy_weights(state)
         for address, leaf in leaves.items():
@@ -122,19 +122,22 @@ class RolloutWorkers:
         return WeightVersions({address: self._latest[address] for address in sorted(leaves)}, sums)
 
     def __call__(self, weights: WeightVersions) -> "Samplers":
-        """The language model with these weights."""
+        """Returns a language model with these weights, which samples in the processes."""
         return Samplers(self, weights)
 
     # ---------------------------------------------------------------- one process
 
     def share(self, name: str, weights: WeightVersions, ask: Ask, samplers: "Samplers") -> list[SampledCompletion]:
-        """The completions of one process's share. If the process ends, it is started again and asked again.
+        """Samples one process's share of the prompts. If the process ends, it is started again and samples again.
 
         Args:
+            name: the group of the process.
+            weights: the weights of the rollout.
             ask: sends the request to the process.
+            samplers: counts lost processes and the time of transfers.
 
         Raises:
-            ArgosyError: the process cannot answer.
+            ArgosyError: the process cannot sample.
         """
         with self._turns[name]:
             while True:
@@ -174,8 +177,8 @@ class RolloutWorkers:
         """Restarts a process that has ended.
 
         Raises:
-            ArgosyError: it ends again and again.
-            WorkerLost: this run is ending.
+            ArgosyError: the process ends again and again.
+            WorkerLost: the run is ending.
         """
         while not self._closed.is_set():
             self._has[name].clear()
@@ -194,7 +197,7 @@ class RolloutWorkers:
 
 
 class Samplers:
-    """The language model of one rollout's weights, spread over all processes: a `rl.rollouts.completions.RemoteSampler`."""
+    """The language model of one rollout, which samples in all processes. It is a `rl.rollouts.completions.RemoteSampler`."""
 
     def __init__(self, workers: RolloutWorkers, weights: WeightVersions):
         self.workers, self.given, self.tokenizer = workers, weights, workers.engine.tokenizer
@@ -203,11 +206,11 @@ class Samplers:
     def drawn(
         self, prompts: Sequence[Sequence[int]], request: SamplingRequest, interrupted: Callable[[], bool]
     ) -> list[SampledCompletion]:
-        """One completion of each prompt, in their order.
+        """Samples one completion of each prompt, in the order of the prompts.
 
         Raises:
             Interrupted: the run was asked to stop.
-            SamplersLost: a process cannot answer, or ends again and again.
+            SamplersLost: a process cannot sample, or ends again and again.
         """
         names = self.workers.names
         places = np.array_split(np.arange(len(prompts)), len(names))
@@ -228,7 +231,7 @@ class Samplers:
         return [completion for share in futures for completion in share.result()]
 
     def sleep(self) -> None:
-        """Frees the caches; returns at once."""
+        """Lets all processes free their KV caches. Returns at once."""
         for name in self.workers.names:
             group = self.workers.workers[name]
             # One that has ended has no cache.
@@ -237,7 +240,13 @@ class Samplers:
 
 
 def sampling_task(prompts: Sequence[Sequence[int]], rows: Sequence[int], request: SamplingRequest) -> Ask:
-    """A function that asks a process to complete the prompts in these neighboring rows."""
+    """Makes a function that asks a process to complete some neighboring prompts.
+
+    Args:
+        prompts: the token ids of all prompts.
+        rows: the indices of the prompts to complete.
+        request: how prompts are completed.
+    """
     some = [prompts[row] for row in rows]
     tokens = np.concatenate([np.asarray(prompt, np.int64) for prompt in some])
     lengths = np.array([len(prompt) for prompt in some], np.int64)
@@ -247,7 +256,7 @@ def sampling_task(prompts: Sequence[Sequence[int]], rows: Sequence[int], request
 
 
 def samplers_summary(settings: Rollout, weights: Leaves) -> str:
-    """The number of sampling processes and their memory, for a run's header."""
+    """Describes the sampling processes and their memory, for a run's header."""
     size = format_bytes(sum(leaf.size * leaf.dtype.itemsize for a, leaf in weights.items() if not a.startswith(PREFIX)))
     who = f"{settings.processes} processes, each" if settings.processes != 1 else "a process of its own,"
     return f"{who} with a copy of the weights ({size}) and the cache of at most {plural(settings.slots, 'answer')}"

@@ -1,6 +1,6 @@
-"""Updates from the parts of a rollout: one program adds up their gradients, another updates the weights.
+"""Makes updates from the micro-batches of a rollout. One compiled program adds up their gradients, another updates the weights.
 
-The number of parts of an update depends on the rollout's completions.
+The number of micro-batches in an update depends on the lengths of the rollout's completions.
 """
 
 import math
@@ -26,10 +26,10 @@ SIZES = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes",
 
 @dataclass(frozen=True)
 class PlacedBatch:
-    """The parts of an update on the devices.
+    """The batch of an update on the devices.
 
-    parts: arrays of each part.
-    numbers: metrics that are logged with the update.
+    parts: the arrays of each micro-batch.
+    numbers: the metrics that are logged with the update.
     """
 
     parts: Sequence[Any]
@@ -38,9 +38,10 @@ class PlacedBatch:
 
 @dataclass(frozen=True)
 class RolloutUpdates:
-    """Sums the gradient of an update over its parts.
+    """Updates whose gradients are summed over micro-batches.
 
-    names: the frozen models that an update reads. A policy's reference is not among them: it is read once per rollout.
+    names: the roles of the frozen models that an update reads. A policy's reference is not among them, because it is read once per
+        rollout.
     """
 
     names: tuple[str, ...] = ()
@@ -83,13 +84,13 @@ class RolloutUpdates:
 
 @dataclass(frozen=True)
 class RolloutUpdate:
-    """The compiled update of a state by a rollout's parts.
+    """The compiled update of a state by the micro-batches of a rollout.
 
-    first: the program of the first part.
-    further: the program of later parts, whose gradient is added to sums.
+    first: the program for the first micro-batch.
+    further: the program for later micro-batches, which adds to the sums of gradients.
     last: the program that updates the weights from the sums.
-    moved: the frozen weights that a rule updates.
-    waiting: bytes of the optimizer's state on a device, which is idle while parts are computed.
+    moved: the names of weights that a rule updates instead of a gradient.
+    waiting: the bytes of the optimizer's state on a device, which is idle while gradients are computed.
     """
 
     first: Any
@@ -109,7 +110,7 @@ class RolloutUpdate:
         return replace(new, rest=state.rest | new.rest), dict(metrics) | dict(batch.numbers)
 
     def memory_analysis(self) -> Any:
-        """The sizes of a part's program, including the optimizer's state, which stays on the device meanwhile."""
+        """Returns the sizes of the program for a micro-batch, including the optimizer's state, which stays on the device meanwhile."""
         analysis = self.further.memory_analysis()
         sizes = {name: int(getattr(analysis, name, 0) or 0) for name in SIZES}
         sizes["argument_size_in_bytes"] += self.waiting
