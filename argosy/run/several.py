@@ -1,4 +1,4 @@
-"""Coordination of a run's processes: they compare settings, stop together, and end if they are stuck."""
+"""Coordinates the processes of a run. They compare their settings, stop together, and end if they are stuck."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def check_same_run(reading: Reading[Run]) -> None:
     """Checks that all processes run the same version with the same settings, in a folder that all of them share.
 
     Raises:
-        UserError: they differ.
+        UserError: processes differ.
     """
     if processes.process_count() == 1:
         return
@@ -38,10 +38,10 @@ def check_same_run(reading: Reading[Run]) -> None:
 
 @dataclass(frozen=True)
 class RunWatch:
-    """The stop conditions of a run with several processes, or of one that a supervisor started.
+    """The stop conditions of a run.
 
-    stop: asked once per step, whether to stop after it.
-    between: whether to give up work between two steps.
+    stop: called once per step; returns whether to stop after the step.
+    between: returns whether to give up work between two steps, such as an evaluation.
     patiently: wraps a hook, so that it may take long without counting as stuck.
     """
 
@@ -52,8 +52,11 @@ class RunWatch:
 
 @contextmanager
 def watch_stops(signaled: Stop) -> Iterator[RunWatch]:
-    """The stop conditions of a run. With several processes, all stop after the same step, and none gives up work between two steps. If
-    a supervisor started the process, it ends when it is stuck.
+    """A context that yields the stop conditions of a run. With several processes, all stop after the same step, and none gives up work
+    between two steps. If a supervisor started this process, the process ends when it is stuck.
+
+    Args:
+        signaled: tells whether a signal asked this process to stop.
     """
     several = processes.process_count() > 1
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""A running training: from its settings and its last checkpoint to the next checkpoint."""
+"""Runs a training: builds it from its settings, starts or resumes it, trains, evaluates and saves."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,7 +41,19 @@ DATA = "reading the data ..."
 
 @dataclass
 class Training:
-    """One process's part of a run: from the settings and the last checkpoint to the next checkpoint."""
+    """One process of a training run.
+
+    reading: the settings, with their provenance.
+    assembly: the parts of the run.
+    directory: the run directory.
+    view: displays and logs messages.
+    clock: counts the seconds by cause.
+    command: the command that started the run.
+    hub: the config.json of the model that the run starts from, which saved models inherit.
+    origin: the stored model that the run starts from; None if weights are random.
+    resumed: the step that the run resumes from; None for a new run.
+    base: the description of the base model under adapters; empty without adapters.
+    """
 
     reading: Reading[Run]
     assembly: "Assembly"
@@ -69,10 +81,11 @@ class Training:
         command: str,
         assembly: "Assembly | None" = None,
     ) -> "Training":
-        """Builds all parts that do not exist yet.
+        """Builds the parts of a run that do not exist yet.
 
         Args:
-            meta: meta.json of the checkpoint to resume from, whose layout and precision are kept.
+            meta: the meta.json of the checkpoint to resume from, whose layout and precision are kept; None for a new run.
+            assembly: the parts of the run, if they were built already.
         """
         from argosy.parallel import processes
         from argosy.run.assembly.assemble import assemble
@@ -106,7 +119,7 @@ class Training:
     # ---------------------------------------------------------------- where the state comes from
 
     def fresh(self) -> Any:
-        """The initial state of the run."""
+        """Makes the initial state of the run."""
         state = self._first_state()
         self.hub |= self.settings.objective.config_entries
         return state
@@ -136,10 +149,11 @@ class Training:
             return self.assembly.start()
 
     def restored(self, step: int, frozen: Mapping[str, Any] | None = None) -> Any:
-        """The state of a checkpoint, on this run's devices.
+        """Reads the state of a checkpoint onto the run's devices.
 
         Args:
-            frozen: weights of a base, if they are loaded already; None: they are read.
+            step: the step of the checkpoint.
+            frozen: the base weights under adapters, if they are loaded already; None: they are read.
         """
         from argosy.checkpoint.step.layout import STATE, WEIGHTS
         from argosy.checkpoint.step.load import load_data, load_item, load_weights
@@ -170,7 +184,7 @@ class Training:
         return restored
 
     def say_what_changed(self, meta: Mapping[str, Any]) -> None:
-        """Reports changed files of code, and the effect of a changed number of steps on the learning rate, if there is one."""
+        """Reports changed files of code, and how a changed number of steps affects the learning rate."""
         from argosy.run.assembly.assembly import scheduled_steps
 
         for name in changed_code(self.settings, meta.get("code", {})):
@@ -197,8 +211,8 @@ class Training:
         )
 
     def keep_tokenizer(self) -> None:
-        """Saves the tokenizer with the run, and the generation settings of the model that the weights came from; beside an encoder,
-        how its vectors are made."""
+        """Saves the tokenizer with the run, and the generation settings of the model that the weights came from. For an encoder of
+        texts, also saves how its vectors are made."""
         if self.assembly.tokenizer is None:
             return
         companions, objective = self.origin.companions if self.origin is not None else None, self.settings.objective
@@ -210,14 +224,19 @@ class Training:
         self.directory.write_tokenizer(self.assembly.tokenizer, companions / GENERATION if companions else None, write_more)
 
     def settle_reference(self, state: Any, fresh: bool) -> None:
-        """Prepares the reference that the objective compares with, if it has one."""
+        """Prepares the reference that the objective compares with, if it has one.
+
+        Args:
+            state: the state that the run begins or resumes with.
+            fresh: whether this state is the initial one.
+        """
         from argosy.run.frozen import reference
 
         weights = reference.ReferenceWeights(self.assembly, state, fresh, self.view.say)
         reference.settle_reference(self.assembly, self.directory, weights, self.view.say)
 
     def settle_teacher(self) -> None:
-        """Prepares the teacher that the objective learns from, and the frozen models of a diffusers folder, if it has any."""
+        """Prepares the teacher that the objective learns from, and the frozen models of a diffusers folder, if the run has any."""
         from argosy.run.distillation import teacher
 
         if self.assembly.teacher is not None:
@@ -228,7 +247,7 @@ class Training:
     # ---------------------------------------------------------------- the loop and its hooks
 
     def run(self, state: Any, life: RunLife) -> Outcome:
-        """Trains until the last step, the end of the data, or a signal."""
+        """Trains until the last step, the end of the data, or a signal. Returns the outcome."""
         import jax
 
         from argosy.parallel import processes
@@ -378,7 +397,7 @@ class Training:
         return outcome
 
     def trackers(self) -> Trackers:
-        """The trackers of the run; of several processes, the first has them."""
+        """Opens the trackers of the run. Of several processes, only the first has them."""
         import jax
 
         from argosy.observe.trackers.base import FOLDER, TrackedRun
@@ -404,10 +423,11 @@ class Training:
                     hook(Now(int(state.step), state, self.assembly.batches, False))
 
     def begin_rollouts(self, saver: Any, metrics: Metrics, answers: Metrics, stop: Callable[[], bool]) -> list[Any]:
-        """Starts sampling for the rollouts, and returns their hooks.
+        """Starts sampling for the rollouts. Returns the hooks of rollouts.
 
         Args:
-            answers: the file that receives some of their completions.
+            answers: the file that receives some of the completions.
+            stop: returns whether to stop.
         """
         from argosy.run.hooks.periodic import Every
         from argosy.run.rl.begin import CompletionEvaluation, begin_rollouts, completion_recorder
@@ -436,10 +456,10 @@ class Training:
             )
 
     def say_pace(self, seconds: float, steps: int) -> None:
-        """Reports how long `steps` steps will take, if the first logged one is far away.
+        """Reports how long `steps` steps will take, if it takes long until the first logged step.
 
         Args:
-            seconds: seconds per step.
+            seconds: the time of a step in seconds.
         """
         if seconds * self.settings.log.every >= SLOW_S:
             self.view.say(

@@ -1,4 +1,4 @@
-"""The interface of the displays of a run: the terminal, a test, or nothing."""
+"""The interface of displays of a run, such as the terminal."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ class View(Protocol):
     def say(self, text: str) -> None: ...
 
     def header(self, facts: Mapping[str, Any]) -> None:
-        """The run's header, by name: command, versions, devices, model, memory, corpus, steps."""
+        """Receives the facts of the run's header, by name: command, versions, devices, model, memory, corpus, steps."""
         ...
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None: ...

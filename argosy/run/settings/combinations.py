@@ -1,8 +1,8 @@
-"""The table of features that do not combine. All violated rows are reported at once, and a documentation page is generated from the
-table.
+"""The table of features that do not combine. All rows that a run violates are reported at once. A documentation page is generated from
+the table.
 
-A row says that two features were not built together, or cannot work together, and what to do instead. Rules about sizes that must
-divide and files that must exist are checked where those are known (`run.settings.run`, `run.assembly`). No jax here.
+A row says that two features are not implemented together, or cannot work together, and what to do instead. Rules about sizes that must
+divide and files that must exist are checked elsewhere (`run.settings.run`, `run.assembly`). This file imports no jax.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,11 +14,11 @@ from argosy.core.errors import BadInput, UserError
 
 @dataclass(frozen=True)
 class Situation:
-    """A run and where it starts.
+    """A run and the machine that it starts on.
 
-    run: its settings.
-    processes: number of processes.
-    platform: cpu, gpu or tpu; None while no device is known.
+    run: the settings of the run.
+    processes: the number of processes.
+    platform: cpu, gpu or tpu; None as long as the devices are not known.
     """
 
     run: Any
@@ -29,8 +29,8 @@ class Situation:
 class Feature(NamedTuple):
     """A feature that a run may use.
 
-    name: its name for users; a setting where there is one.
-    used: whether a run uses it.
+    name: the name of the feature for users; a setting if there is one.
+    used: (situation) -> whether the run uses the feature.
     """
 
     name: str
@@ -40,9 +40,9 @@ class Feature(NamedTuple):
 class Conflict(NamedTuple):
     """Two features that do not combine.
 
-    feature, other: their keys in `FEATURES`.
-    reason: why they do not combine.
-    hint: what to do instead.
+    feature, other: the keys of the two features in `FEATURES`.
+    reason: the reason why they do not combine.
+    hint: the advice what to do instead.
     """
 
     feature: str
@@ -167,7 +167,7 @@ CONFLICTS: tuple[Conflict, ...] = (
 
 
 def violations(situation: Situation) -> Iterator[UserError]:
-    """The errors of the table's rows that a run violates."""
+    """Yields an error for each row of the table that a run violates."""
     used = {key for key, feature in FEATURES.items() if feature.used(situation)}
     for conflict in CONFLICTS:
         if {conflict.feature, conflict.other} <= used:
@@ -176,7 +176,7 @@ def violations(situation: Situation) -> Iterator[UserError]:
 
 
 def combinations_table() -> str:
-    """The table as Markdown."""
+    """Returns the table as Markdown."""
     rows = (
         f"| {FEATURES[conflict.feature].name} | {FEATURES[conflict.other].name} | {conflict.reason} | {conflict.hint} |"
         for conflict in CONFLICTS

@@ -1,13 +1,13 @@
-"""Composes the settings layers of a run: base.yml, the model's preset, the recipe with what it extends, then `key=value` words.
+"""Composes the settings of a run by merging layers. Each file and the command line is a layer, and later layers override earlier ones:
 
-    configs/base.yml < configs/models/PRESET.yml < files the recipe extends < the recipe < words
+    configs/base.yml < configs/models/PRESET.yml < files the recipe extends < the recipe < `key=value` words of the command line
 
-A layer that names a preset discards the model settings of earlier layers, because they described another model: `model=llama3.2-1b` on
-the command line replaces the recipe's model completely. Model settings of the same or a later layer override the preset, as usual, and
+A layer that names a preset discards the model settings of earlier layers, because these described another model. So `model=llama3.2-1b`
+on the command line replaces the recipe's model completely. Model settings of the same or a later layer override the preset, and
 provenance shows it. Composing only reads files.
 
-A recipe may name settings that it leaves to the user (`needs`, each with an example; of `a or b` one is enough), and defaults that
-depend on a choice (`when`):
+A recipe may name settings that the user must give (`needs`), each with an example; `a or b` needs one of the two. It may also have
+defaults that depend on a choice (`when`):
 
     needs: {model: FOLDER, data: {source: chats.jsonl}, reward or environment: FILE.py:FUNCTION}
     when: {adapter: {none: {optimizer: {learning_rate: 2e-5}}}}
@@ -81,19 +81,20 @@ def compose(
     *,
     with_examples: bool = False,
 ) -> Reading[T]:
-    """The settings of a run.
+    """Composes and checks the settings of a run.
 
     Args:
-        schema: the root settings; only one with a `model` key has presets.
-        recipe: a name under `configs/recipes`, a YAML file, a run directory or the address of one (its `settings.yml`), or None.
-        words: `key=value`, as typed.
+        schema: the class of the root settings. Presets exist only if it has a field `model`.
+        recipe: a name under `configs/recipes`, a YAML file, or a run directory or its address (for its `settings.yml`). None: no
+            recipe.
+        words: `key=value` settings, as typed.
         configs: the folder of base.yml, models/ and recipes/.
-        origin: who gave the words.
+        origin: the source of the words, for provenance.
         with_examples: whether required settings that no layer sets get an example value, so that the recipe can be explained.
 
     Raises:
-        UnknownName: no such recipe or preset.
-        BadInput, SettingsError: all mistakes in the files or the settings.
+        UnknownName: there is no such recipe or preset.
+        BadInput, SettingsError: there are mistakes in the files or the settings. All of them are reported.
     """
     layers = [yaml_layer(configs / "base.yml")] if (configs / "base.yml").exists() else []
     layers += recipe_layers(recipe, configs) if recipe is not None else []
@@ -118,7 +119,8 @@ def compose(
 
 
 def objective_layers(schema: type[Settings], layers: list[SettingsLayer]) -> list[SettingsLayer]:
-    """Layers of defaults that follow from the objective: the head of a reward model, and rollouts. Layers of the user override them."""
+    """Returns layers of defaults that follow from the objective, such as the head of a reward model, and rollouts. Layers of the user
+    override them."""
     if "objective" not in schema.model_fields:
         return []
     try:
@@ -165,8 +167,11 @@ def objective_layers(schema: type[Settings], layers: list[SettingsLayer]) -> lis
 
 
 def label_values(layers: list[SettingsLayer], is_given: Callable[[str], bool]) -> dict[str, Any]:
-    """Default values that follow from the labels of the data: the classes of the data and of the model. If the run starts from a
-    classifier, they are that model's.
+    """Returns default values that follow from the labels of the data: the classes of the data and of the model. If the run starts from
+    a classifier, the classes are those of that model.
+
+    Args:
+        is_given: (dotted key) -> whether a layer sets it.
     """
     if is_given("model.scores"):
         label_lists = [layer.values["model"]["labels"] for layer in layers if _gives(layer.values, "model.labels")]
@@ -192,10 +197,11 @@ def label_values(layers: list[SettingsLayer], is_given: Callable[[str], bool]) -
 
 
 def stored_steps(layers: list[SettingsLayer]) -> "EmbeddingSteps | None":
-    """How the model that a run starts from makes vectors of texts, by its small files; None without a model, or without them.
+    """Reads how the model that a run starts from makes vectors of texts, from its sentence-transformers files. Returns None if there is
+    no such model or no such files.
 
     Raises:
-        BadInput: it has a step that is not trained.
+        BadInput: the model has a step that Argosy cannot train.
     """
     from argosy.checkpoint.open import open_model
     from argosy.weights.hub.sentence_steps import read_steps
@@ -214,8 +220,8 @@ def stored_steps(layers: list[SettingsLayer]) -> "EmbeddingSteps | None":
 def with_conditions(
     schema: type[Settings], layers: list[SettingsLayer]
 ) -> tuple[list[SettingsLayer], dict[str, Any]]:
-    """Resolves the conditional keys of recipes. Returns the layers, with `when` defaults inserted after their recipe if the choice is
-    made, and the settings that the recipe needs: {dotted key: example}.
+    """Resolves the keys `when` and `needs` of recipes. Returns the layers, in which `when` defaults follow their recipe if their choice
+    is made, and the settings that the recipe needs, {dotted key: example}.
     """
     out, needs = [], dict[str, Any]()
     for layer in layers:
@@ -232,7 +238,12 @@ def with_conditions(
 
 
 def _choice_of(schema: type[Settings], layers: list[SettingsLayer], key: str, tag: str = "name") -> str:
-    """The name that the layers give to a choice at the root."""
+    """Returns the name that the layers choose for a field of the root settings, such as the objective.
+
+    Args:
+        key: the field.
+        tag: the key inside the field that holds the name.
+    """
     for layer in reversed(layers):
         value = layer.values.get(key, {})
         names = [value[entry] for entry in (tag, SELF) if entry in value] if isinstance(value, dict) else [value]
@@ -246,7 +257,7 @@ def check_needs(schema: type[Settings], recipe: str, layers: list[SettingsLayer]
     """Checks that every setting which a recipe leaves to the user is set.
 
     Raises:
-        SettingsError: one is not; all other mistakes are reported with it.
+        SettingsError: such a setting is not set. All other mistakes are reported with it.
     """
     missing = [key for key in needs if not any(_gives(layer.values, part) for layer in layers for part in key.split(OR))]
     if not missing:
@@ -271,7 +282,8 @@ def check_needs(schema: type[Settings], recipe: str, layers: list[SettingsLayer]
 
 
 def _examples_of(schema: type[Settings], needs: Mapping[str, Any], layers: list[SettingsLayer]) -> SettingsLayer:
-    """A layer with an example for everything that a recipe needs and no layer gives; for a model, a preset as if it had weights."""
+    """Makes a layer with an example value for every setting that a recipe needs and no layer sets. The example of a model is a preset,
+    which is treated as if it had weights."""
     values: dict[str, Any] = {}
     encoder = "pooling" in OBJECTIVES[_choice_of(schema, layers, "objective")].model_fields
     for key, example in needs.items():
@@ -289,17 +301,17 @@ def _examples_of(schema: type[Settings], needs: Mapping[str, Any], layers: list[
 
 
 def _last_value(layers: list[SettingsLayer], key: str) -> Any:
-    """The last value that layers give to a dotted key; None: none does."""
+    """Returns the value of a dotted key in the last layer that sets it; None if no layer does."""
     return next((value for layer in reversed(layers) if (value := _value_of(layer.values, key)) is not None), None)
 
 
 def _gives(values: Mapping[str, Any], key: str) -> bool:
-    """Whether a layer sets a dotted key, or the group that it begins."""
+    """Whether the values of a layer contain a dotted key, which may be a group of settings."""
     return _value_of(values, key) is not None
 
 
 def _value_of(values: Mapping[str, Any], key: str) -> Any:
-    """What a layer gives to a dotted key, or to the group that it begins; None: nothing."""
+    """Returns the value of a dotted key, which may be a group of settings, in the values of a layer; None if it is not set."""
     at: Any = values
     for name in key.split("."):
         if not isinstance(at, Mapping) or name not in at:
@@ -311,8 +323,12 @@ def _value_of(values: Mapping[str, Any], key: str) -> Any:
 def _beside_the_preset(
     schema: type[Settings], layers: list[SettingsLayer], configs: Path
 ) -> tuple[list[UserError], dict[str, Any]]:
-    """What else is wrong in settings whose preset does not exist, and the root's settings that are right. The nearest preset takes
-    its place, so what is said of the model must be true of any; where none is near, nothing is."""
+    """Finds further mistakes in settings whose preset does not exist. The preset with the nearest name is used instead, and only
+    mistakes that do not depend on the model are reported. If no name is near, none are.
+
+    Returns:
+        The mistakes, and the settings of the root without mistakes.
+    """
     layers = [spelt_out(layer) for layer in layers]
     naming = max(i for i, layer in enumerate(layers) if _preset_of(layer))
     layer = layers[naming]
@@ -331,7 +347,8 @@ def _beside_the_preset(
 
 
 def editor_schema(schema: type[Settings], configs: Path = CONFIGS) -> dict[str, Any]:
-    """The JSON Schema of a recipe: the settings, plus `extends`, plus `model` as a preset's name."""
+    """Makes the JSON Schema of a recipe for editors: the settings, `extends`, `needs` and `when`, and `model` as the name of a
+    preset."""
     document = json_schema(schema)
     extends = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
     conditions = {NEEDS: {"type": "object"}, WHEN: {"type": "object"}}
@@ -343,7 +360,7 @@ def editor_schema(schema: type[Settings], configs: Path = CONFIGS) -> dict[str, 
 
 
 def key_meant(key: str) -> str:
-    """The setting that a name refers to: itself, or the suggestion for an unknown name."""
+    """Returns the setting that a name refers to: the name itself if it is a setting, or else the suggested setting."""
     from argosy.run.settings.run import Run
 
     names = compose(Run, "tiny").names
@@ -358,7 +375,7 @@ def key_meant(key: str) -> str:
 
 
 def with_preset(layers: list[SettingsLayer], configs: Path = CONFIGS, families: Iterable[str] = ()) -> list[SettingsLayer]:
-    """The layers with the chosen preset inserted before the layer that names it, and earlier model settings removed."""
+    """Inserts the chosen preset before the layer that names it, and removes earlier model settings. Returns the new layers."""
     layers = [spelt_out(layer) for layer in layers]
     naming = max((i for i, layer in enumerate(layers) if _preset_of(layer)), default=None)
     if naming is None:
@@ -382,7 +399,7 @@ def _families(schema: type[Settings]) -> Iterable[str]:
 
 
 def _a_family(name: str, configs: Path, where: str) -> BadInput:
-    """The error for `model=llama`: a family has no sizes."""
+    """Makes the error for a model family in place of a preset, such as `model=llama`: a family has no sizes."""
     sized = presets_of_family(name, presets(configs))
     some = f"name a preset: {', '.join(f'model={preset}' for preset in sized[:5])}" if sized else "name a preset of it"
     hint = f"{some}; or set model.family={name} and its sizes"

@@ -1,4 +1,4 @@
-"""How the layers of a run are executed: compiled, recomputed, offloaded, and by which implementations."""
+"""The settings of how the layers of a run are executed: compilation, recomputation, offloading, and implementations of ops."""
 
 from typing import Annotated, Any, Literal
 
@@ -81,5 +81,5 @@ class ExecutionSettings(Settings):
 
     @property
     def recompute(self) -> Any:
-        """The setting for `models.parts.stack.remat`: `remat`, with the names of `keep` if there are any."""
+        """The value for `models.parts.stack.remat`: the setting `remat`, with the names of `keep` if there are any."""
         return (self.remat, *self.keep) if self.keep else self.remat

@@ -1,4 +1,5 @@
-"""The rules between the settings of a run that trains a model of images, each with what it says where it does not hold."""
+"""The rules between the settings of a run that trains an image model. Each function yields a sentence for each rule that does not
+hold."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from argosy.train.objectives.images.textual_inversion import TextualInversion
 
 
 def broken_by_conditions(run: Any) -> Iterator[str]:
-    """What a denoiser reads beside images is what its objective gives it."""
+    """Checks that the conditions which a denoiser reads are those that its objective provides."""
     if run.model.inputs != "images":
         return
     if isinstance(run.model, ControlNetSettings) or isinstance(run.objective, ControlNetDiffusion):
@@ -63,7 +64,7 @@ def broken_by_conditions(run: Any) -> Iterator[str]:
 
 
 def _broken_by_control(run: Any) -> Iterator[str]:
-    """A ControlNet is trained by its own objective, beside the denoiser of a diffusers folder."""
+    """Checks that a ControlNet is trained by its objective, with the denoiser of a diffusers folder."""
     if not isinstance(run.model, ControlNetSettings):
         yield "objective=controlnet trains a ControlNet for the denoiser of a diffusers folder: model=FOLDER"
     elif not isinstance(run.objective, ControlNetDiffusion):
@@ -81,7 +82,7 @@ def _broken_by_control(run: Any) -> Iterator[str]:
 
 
 def _broken_by_learned_token(run: Any) -> Iterator[str]:
-    """Learned embeddings are trained by their own objective, beside the models of a diffusers folder."""
+    """Checks that learned embeddings are trained by their objective, with the models of a diffusers folder."""
     if not isinstance(run.model, LearnedEmbeddingsConfig):
         yield "objective=textual_inversion trains a token for the text encoders of a diffusers folder: model=FOLDER"
     elif not isinstance(run.objective, TextualInversion):
@@ -97,7 +98,7 @@ def _broken_by_learned_token(run: Any) -> Iterator[str]:
 
 
 def broken_by_encoders(run: Any) -> Iterator[str]:
-    """Captions are read by text encoders, and only models of images have encoders."""
+    """Checks that captions have text encoders, and that only image models have encoders."""
     if run.model.inputs != "images":
         if run.encoders.used:
             yield "encoders are for models of images"

@@ -14,8 +14,8 @@ def mesh_presets(configs: Path) -> list[str]:
 
 
 def with_mesh(layers: list[SettingsLayer], configs: Path) -> list[SettingsLayer]:
-    """The layers with a named mesh inserted before the layer that names it. It discards mesh settings of earlier layers; mesh settings
-    of the same or a later layer override it.
+    """Inserts the settings of a named mesh before the layer that names it. They replace the mesh settings of earlier layers. Mesh
+    settings of the same or a later layer override them. Returns the new layers.
 
     Raises:
         UnknownName: there is no such mesh.
@@ -35,7 +35,7 @@ def with_mesh(layers: list[SettingsLayer], configs: Path) -> list[SettingsLayer]
 
 
 def _mesh_name(layer: SettingsLayer) -> str | None:
-    """The mesh that a layer names."""
+    """Returns the name of the mesh in a layer; None if the layer names none."""
     mesh = layer.values.get("mesh")
     name = mesh.get(SELF) if isinstance(mesh, dict) else mesh
     return name if isinstance(name, str) else None

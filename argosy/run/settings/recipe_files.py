@@ -1,6 +1,6 @@
-"""The files of recipes and presets: where they are, what they extend, and the errors for names that are neither.
+"""Finds and reads the files of recipes and presets, with the files that they extend, and makes the errors for unknown names.
 
-Reading a file only reads it: `run.settings.compose` says what its layers mean.
+This module only reads files. `run.settings.compose` merges them.
 """
 
 import os
@@ -26,28 +26,28 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def recipes(configs: Path = CONFIGS) -> list[str]:
-    """The names of the recipes that come with the package."""
+    """Returns the names of the recipes that come with the package."""
     return list(_names_in(configs / "recipes"))
 
 
 def about(recipe: str, configs: Path = CONFIGS) -> str:
-    """The description of a recipe: the comment on its first line."""
+    """Returns the description of a recipe, which is the comment on its first line."""
     with (configs / "recipes" / f"{recipe}.yml").open(encoding="utf-8") as file:
         return file.readline().lstrip("# ").strip()
 
 
 def run_folder(recipe: str | Path) -> str:
-    """The default run directory of a recipe."""
+    """Returns the default run directory of a recipe."""
     return f"runs/{Path(recipe).stem}"
 
 
 def presets(configs: Path = CONFIGS) -> list[str]:
-    """The names of all model presets: the package's, and those in the folders of $ARGOSY_PRESETS."""
+    """Returns the names of all model presets: those of the package, and those in the folders of $ARGOSY_PRESETS."""
     return sorted({name for folder in _preset_folders(configs) for name in _names_in(folder)})
 
 
 def recipe_layers(recipe: str | Path, configs: Path = CONFIGS) -> list[SettingsLayer]:
-    """The layers of a recipe: all files that it extends, oldest first, then the recipe."""
+    """Returns the layers of a recipe: all files that it extends, from the most general on, then the recipe."""
     if is_address(recipe):
         return [settings_elsewhere(str(recipe))]
     recipe = local_path(recipe)
@@ -55,21 +55,21 @@ def recipe_layers(recipe: str | Path, configs: Path = CONFIGS) -> list[SettingsL
 
 
 def preset_layers(preset: str, configs: Path = CONFIGS, where: str | None = None) -> list[SettingsLayer]:
-    """The layers of a model preset (a name, or a YAML file): all files that it extends, oldest first, then the preset. Their keys are
-    those under `model`.
+    """Returns the layers of a model preset, which is a name or a YAML file: all files that it extends, from the most general on, then
+    the preset. Their keys are those under `model`.
     """
     return _chain(_preset_file(preset, configs, where), lambda name: _preset_file(name, configs), configs)
 
 
 def preset_config(name: str) -> Any:
-    """The config of a preset, given by name or YAML file."""
+    """Returns the model config of a preset, which is a name or a YAML file."""
     layers = [layer.under("model") for layer in preset_layers(name)]
     return read_settings(_model_settings(), *layers).value.model
 
 
 @cache
 def _model_settings() -> Any:
-    """Settings that hold a model alone. A settings class costs 5 ms to make, so all presets are read by one."""
+    """Returns a class of settings with the single field `model`. Such a class takes 5 ms to make, so all presets are read with one."""
     from argosy.models import FAMILIES
 
     class Model(Settings):
@@ -79,8 +79,8 @@ def _model_settings() -> Any:
 
 
 def no_model(name: str, where: str | None = None, configs: Path = CONFIGS) -> UserError:
-    """The error for a model that does not exist: a Hub id, a path without a file, or the name of a preset where trained weights are
-    needed.
+    """Makes the error for a model that does not exist. The name may be a Hub id, a path without a file, or the name of a preset where
+    trained weights are needed.
     """
     models = presets(configs)
     if name in models:
@@ -118,7 +118,7 @@ def _plain(name: str) -> str:
 
 
 def presets_of_family(name: str, models: Iterable[str]) -> list[str]:
-    """The presets whose names begin with a family's name: `gemma2-2b` for gemma, `gpt-oss-20b` for gpt_oss."""
+    """Returns the presets whose names begin with a family's name, such as `gemma2-2b` for gemma, and `gpt-oss-20b` for gpt_oss."""
     begins = re.compile(re.escape(name.replace("_", "-")) + r"[-\d.]")
     return [model for model in models if len(name) > 2 and begins.match(model)]
 
@@ -142,7 +142,9 @@ def _recipe_file(name: str, configs: Path) -> Path:
 
 
 def _unknown_recipe(name: str, names: list[str], configs: Path) -> UserError:
-    """The error for a name that is not a recipe; suggests the file with its ending, or explains that it names a model."""
+    """Makes the error for a name that is not a recipe. It suggests the file with its ending, or explains that the name is that of a
+    model.
+    """
     if "=" in name:
         hint = f"name a recipe first: argosy train {_usual(names)} {name}"
         return BadInput(f"`{name}` is a setting, not a recipe", where=recipes_named(names), hint=hint)
@@ -175,7 +177,7 @@ _OF_MODELS = {
 
 
 def _objective_words(name: str, names: list[str]) -> str | None:
-    """The recipe and the setting that choose an objective, or a loss of DPO, of this name; None if there is none."""
+    """Returns the recipe and the setting that choose the objective or the loss of DPO with this name; None if there is none."""
     from argosy.train.objectives import OBJECTIVES
     from argosy.train.objectives.preferences.dpo import LOSSES as DPO_LOSSES
     from argosy.train.objectives.preferences.dpo import SMOOTHED
@@ -192,7 +194,7 @@ def _objective_words(name: str, names: list[str]) -> str | None:
 
 
 def recipes_named(names: list[str]) -> str:
-    """A sentence that lists all recipes."""
+    """Returns a phrase that lists recipes."""
     return f"recipes are {', '.join(names)}"
 
 
@@ -228,7 +230,13 @@ def _preset_file(name: str, configs: Path, where: str | None = None) -> Path:
 
 
 def _chain(path: Path, find: Callable[[str], Path], configs: Path, below: tuple[Path, ...] = ()) -> list[SettingsLayer]:
-    """A file after those it extends. `extends: other` is a path relative to the file, or a name; in a list, later ones win."""
+    """Returns the layers of a file, after those of the files that it extends. `extends: other` is a path relative to the file, or a
+    name. In a list, later files override earlier ones.
+
+    Args:
+        find: (name) -> the path of the file.
+        below: the files that extend this one, to detect cycles.
+    """
     layer = yaml_layer(path, _origin(path, configs))
     below = (*below, path.resolve())
     parents = layer.values.get(EXTENDS)
@@ -245,5 +253,5 @@ def _chain(path: Path, find: Callable[[str], Path], configs: Path, below: tuple[
 
 
 def _origin(path: Path, configs: Path) -> str:
-    """What provenance calls a file: its path within the package's configs, otherwise the path as given."""
+    """Returns the name of a file in provenance: its path within the package's configs, otherwise the path as given."""
     return path.relative_to(configs).as_posix() if path.is_relative_to(configs) else str(path)

@@ -1,4 +1,4 @@
-"""The settings of a run: one tree, to which each room contributes a part."""
+"""The settings of a run. They are one tree, to which each top-level folder of the package contributes a part."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
@@ -292,11 +292,11 @@ class Run(Settings):
 
     @property
     def averages(self) -> bool:
-        """Whether the weights that are evaluated and saved are an average of the trained ones."""
+        """Whether the weights that are evaluated and saved are an average of the trained weights."""
         return self.ema.on or self.optimizer.averages
 
     def _broken_by_sizes(self) -> Iterator[str]:
-        """The rules between model, data and batch that do not hold."""
+        """Yields a sentence for each rule between model, data and batch that does not hold."""
         scores = self.objective.needs.scores
         if self.objective.needs.labels:
             if not self.model.scored:
@@ -319,7 +319,7 @@ class Run(Settings):
         yield from self._broken_by_parts()
 
     def _broken_by_parts(self) -> Iterator[str]:
-        """The rules of every run about adapters and the parts of a batch that do not hold."""
+        """Yields a sentence for each rule about adapters and micro-batches that does not hold."""
         if not self.adapter.trains_base and not self.init.weights and not self.init.state:
             yield (
                 "the weights under an adapter are random: model=FOLDER or init.weights=FOLDER names the trained model to put it on"
@@ -332,7 +332,8 @@ class Run(Settings):
             yield "execution.gather=once gathers weights once for all parts of a batch, and accumulate=1 makes one part"
 
     def _broken_by_rewards(self) -> Iterator[str]:
-        """Rewards and rollouts go with objectives that learn from them, and with no others."""
+        """Yields a sentence for each rule about rewards and rollouts that does not hold. Only objectives that learn from them may have
+        them."""
         rollouts = self.objective.needs.rollouts
         rewarded = rollouts == "rewards"
         if rollouts == "none":

@@ -1,4 +1,4 @@
-"""Stored models among the settings layers of a run: a folder or file that sets architecture, tokenizer and weights."""
+"""Makes settings layers of stored models: a folder or file of a model sets architecture, tokenizer and weights of a run."""
 
 import sys
 from dataclasses import replace
@@ -15,7 +15,7 @@ HUB_KEYS = (("model", "preset"), ("init", "weights"), ("objective", "teacher"), 
 
 
 class StoredModel(SettingsLayer):
-    """The settings layer of a stored model: its architecture, tokenizer and weights."""
+    """The settings layer of a stored model, with its architecture, tokenizer and weights."""
 
 
 class TokenizerOfState(SettingsLayer):
@@ -23,15 +23,18 @@ class TokenizerOfState(SettingsLayer):
 
 
 def with_folders(layers: list[SettingsLayer], objective: str = "") -> list[SettingsLayer]:
-    """The layers with those of stored models inserted. `model=FOLDER` (a Hub folder, .gguf file, run directory, checkpoint or
-    hf:OWNER/NAME) adds its architecture, weights and tokenizer; `init.weights=FOLDER` and `init.state=RUN` add its architecture and
-    tokenizer. Model settings of the same or a later layer override the folder's. A layer that contains the complete model, such as a
-    run's settings.yml, needs no folder.
+    """Inserts layers of stored models, and returns the new layers.
+
+    `model=FOLDER` (a Hub folder, .gguf file, run directory, checkpoint or hf:OWNER/NAME) adds the architecture, weights and tokenizer
+    of the stored model. `init.weights=FOLDER` and `init.state=RUN` add its architecture and tokenizer. Model settings of the same or a
+    later layer override those of the folder. A layer that contains the complete model, such as the settings.yml of a run, needs no
+    folder.
 
     If layers give both `init.weights` and `init.state`, the later layer decides.
 
     Args:
-        objective: its name: some train something else for the denoiser of a diffusers folder, such as a ControlNet.
+        objective: the name of the objective. Some objectives train another model for the denoiser of a diffusers folder, such as a
+            ControlNet.
     """
     out: list[SettingsLayer] = []
     for layer in (with_commits(spelt_out(layer)) for layer in layers):
@@ -70,7 +73,7 @@ def is_model(name: str) -> bool:
 
 
 def with_commits(layer: SettingsLayer) -> SettingsLayer:
-    """The layer with the commit in each name of a model of the Hub: the branch may move before the run resumes."""
+    """Adds the commit to each name of a Hub model in a layer, because the branch may move before the run resumes."""
     values = dict(layer.values)
     for keys in HUB_KEYS:
         values = _with_commit(values, keys)
@@ -90,14 +93,14 @@ def _say(text: str) -> None:
 
 
 def init_of(layer: SettingsLayer, name: str) -> str | None:
-    """The value of `init.weights` or `init.state` in a layer."""
+    """Returns the value of `init.weights` or `init.state` in a layer; None if the layer does not set it."""
     init = layer.values.get("init")
     value = init.get(name) if isinstance(init, dict) else None
     return value if isinstance(value, str) else None
 
 
 def _without_init(layers: list[SettingsLayer], name: str) -> list[SettingsLayer]:
-    """Layers without `init.weights`, or without `init.state` and the tokenizers that came with it."""
+    """Removes `init.weights`, or `init.state` with the tokenizers that came with it, from layers."""
     remaining = [layer for layer in layers if name != "state" or not isinstance(layer, TokenizerOfState)]
     return [
         replace(layer, values=dict(layer.values) | {"init": {k: v for k, v in layer.values["init"].items() if k != name}})
@@ -124,7 +127,7 @@ def _of_folder(folder: str, brings_weights: bool, objective: str) -> SettingsLay
 
 
 def _tokenizer_of(folder: str) -> str | None:
-    """Where the tokenizer of a stored model is; None if it has none."""
+    """Returns the path of the tokenizer of a stored model; None if it has none."""
     from argosy.checkpoint.open import open_model
     from argosy.data.tokenizers.load import find_tokenizer
 
@@ -137,7 +140,8 @@ def _tokenizer_of(folder: str) -> str | None:
 
 
 def _shortened(stored: SettingsLayer, before: list[SettingsLayer]) -> SettingsLayer:
-    """The layer of a stored model, with its context as `data.sequence` where a recipe's is longer: a recipe does not know the model."""
+    """Sets `data.sequence` in the layer of a stored model to the model's context, if the recipe's is longer. A recipe does not know the
+    model."""
     sequences = [layer.values["data"]["sequence"] for layer in before if "sequence" in (layer.values.get("data") or {})]
     context = stored.values["model"].get("context")
     if not sequences or not isinstance(sequences[-1], int) or not isinstance(context, int) or sequences[-1] <= context:
@@ -160,6 +164,6 @@ def spelt_out(layer: SettingsLayer) -> SettingsLayer:
 
 
 def layers_below_model(layers: list[SettingsLayer]) -> list[SettingsLayer]:
-    """The layers below one that names another model: without their model settings, and without stored models."""
+    """Removes model settings and stored models from layers, because a later layer names another model."""
     remaining = [layer for layer in layers if not isinstance(layer, StoredModel)]
     return [replace(layer, values={k: v for k, v in layer.values.items() if k != "model"}) for layer in remaining]

@@ -1,4 +1,4 @@
-"""Starts a run from the weights of another model, or from the whole state of another run."""
+"""Starts a run from the weights of another model, or from the complete training state of another run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -48,11 +48,11 @@ LEAST_SHARE = 0.9
 
 
 def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> tuple[TrainState, OpenedModel]:
-    """A state with the weights of another model and a fresh optimizer, and that stored model. The run keeps the stored model's token
-    ids and generation settings.
+    """Makes a state with the weights of a stored model and a fresh optimizer. Also returns the stored model, whose special token ids
+    and generation settings the run keeps.
 
     Raises:
-        BadInput: the architecture or the sizes differ; the message names each difference.
+        BadInput: the architecture or the sizes differ. The message names each difference.
     """
     stored = open_model(model, say)
     _check_same(assembly.run.model, in_pipeline(stored, assembly.run.model), model)
@@ -79,13 +79,13 @@ def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> t
 
 
 def base_of(assembly: Assembly, base: dict[str, Any], say: Callable[[str], None]) -> Leaves:
-    """The frozen weights of a resumed run with adapters.
+    """Reads the frozen base weights of a resumed run with adapters. Returns them by parameter name.
 
     Args:
-        base: the checkpoint's description of them.
+        base: the description of the base in the checkpoint.
 
     Raises:
-        BadInput: they are missing, or have changed since the run began.
+        BadInput: the base is missing, or has changed since the run began.
     """
     _fill_base(assembly, open_base(base, say, thorough=True), fresh=False)
     arrays = split(assembly.model)[1]
@@ -93,8 +93,9 @@ def base_of(assembly: Assembly, base: dict[str, Any], say: Callable[[str], None]
 
 
 def _fill_from(assembly: Assembly, stored: OpenedModel) -> bool:
-    """Fills the model of a run from the one it starts from, and draws what that does not have: adapters, a head of scores, or what a
-    ControlNet has beside its denoiser. Returns whether it drew any but adapters."""
+    """Reads the weights of a stored model into the model of a run, in place. Initializes the weights that the stored model lacks:
+    adapters, a head of scores, or those of a ControlNet that its denoiser does not have. Returns whether it initialized any but
+    adapters."""
     places = assembly.places.params | assembly.places.rest
     if assembly.adapters.base:
         _fill_base(assembly, stored, fresh=True)
@@ -118,8 +119,9 @@ def _fill_model(assembly: Assembly, stored: OpenedModel, places: dict[str, Any])
 
 
 def _fresh_names(assembly: Assembly, stored: OpenedModel) -> frozenset[str]:
-    """The weights of a head of scores that the run trains and that the model it starts from does not have. A pooler that it has is
-    taken. For a ControlNet that begins as a copy of a denoiser, all weights that only one of the two has, by their addresses too."""
+    """Returns the names of the weights that the stored model lacks and that are initialized: those of a head of scores, without a
+    pooler that the stored model has. For a ControlNet that begins as a copy of a denoiser, returns the names of all weights that only
+    one of the two has, both of stored weights and of parameters."""
     if begins_from_denoiser(stored, assembly.run.model):
         places = stored_addresses(assembly.model)
         apart = places.keys() ^ set(stored.weights.names)
@@ -152,23 +154,23 @@ def _fill_base(assembly: Assembly, stored: OpenedModel, *, fresh: bool) -> None:
 
 
 def on_top(assembly: Assembly) -> dict[str, Any]:
-    """The factors of frozen adapters, by their address under the trained ones."""
+    """Returns the factors of frozen adapters by the parameter name that they have under the trained adapters."""
     rest = assembly.shapes.rest
     return {a if a in rest else a[:-1] + "of." + a[-1]: factor for a, factor in assembly.adapters.stacked.items()}
 
 
 def base_described(assembly: Assembly, stored: OpenedModel | None, name: str | None) -> dict[str, Any]:
-    """The description of a run's base for its checkpoints; empty without adapters."""
+    """Describes the base model of a run for its checkpoints; empty without adapters."""
     return describe_base(stored, name) if assembly.adapters.base and stored is not None and name is not None else {}
 
 
 def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> tuple[TrainState, OpenedModel]:
-    """Weights, optimizer and step of another run, whatever its layout; and that run as a stored model. This run keeps the stored
-    model's token ids and generation settings. The data starts from the beginning.
+    """Makes a state with the weights, optimizer and step of another run, whatever its layout of layers. Also returns that run as a
+    stored model, whose special token ids and generation settings this run keeps. The data start from the beginning.
 
     Raises:
         BadInput: there is no checkpoint, it has another model or optimizer, or it has only weights.
-        Damaged: its files differ from its manifest.
+        Damaged: the files of the checkpoint differ from its manifest.
     """
     path, meta = _step_of(run, say)
     config = config_of(meta["model"])
@@ -206,10 +208,10 @@ def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> tupl
 
 
 def first_weights(assembly: Assembly, say: Callable[[str], None]) -> dict[str, Any]:
-    """The initial weights of a run by address, on its devices: read from their source, or drawn again.
+    """Returns the initial weights of a run by parameter name, on its devices. They are read from their source, or initialized again.
 
     Raises:
-        BadInput, Damaged: as `weights_for`; or the source is gone.
+        BadInput, Damaged: as `weights_for`; or the source no longer exists.
     """
     init, places = assembly.run.init, assembly.places.params | assembly.places.rest
     if init.weights or init.state:
@@ -233,7 +235,7 @@ def check_source(run: Run, say: Callable[[str], None] = lambda _: None, tokenize
     trained with the run's tokenizer.
 
     Args:
-        tokenizer: the run's tokenizer; None: it is not compared.
+        tokenizer: the run's tokenizer; None: tokenizers are not compared.
 
     Raises:
         BadInput, Damaged: as `weights_for` and `state_from`; or the weights belong to another tokenizer.
@@ -262,7 +264,7 @@ def _check_tokenizer(run: Run, ours: Tokenizer, theirs: Tokenizer | None) -> Non
     """Checks that weights belong to the run's tokenizer.
 
     Raises:
-        BadInput: they belong to another, or to one that makes many more ids.
+        BadInput: the weights belong to another tokenizer, or to one with many more ids.
     """
     model, name, vocab = run.init.weights, run.data.tokenizer, run.model.vocab
     consent = "init.tokenizer_mismatch=allow trains all the same"
@@ -276,11 +278,11 @@ def _check_tokenizer(run: Run, ours: Tokenizer, theirs: Tokenizer | None) -> Non
 
 
 def _step_of(run: str, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
-    """The verified checkpoint of a run directory or of one step's folder, and its meta.json.
+    """Finds and verifies the checkpoint of a run directory or of one step's folder. Returns its path and its meta.json.
 
     Raises:
-        BadInput: there is none, or it has only weights.
-        Damaged: it differs from what was written.
+        BadInput: there is no checkpoint, or it has only weights.
+        Damaged: the checkpoint differs from its manifest.
     """
     path = Path(run)
     if (path / CHECKPOINTS).is_dir():
@@ -305,7 +307,12 @@ def verify(step: Path) -> None:
 
 
 def relaid(arrays: dict[str, Any], was: Any, now: Any) -> dict[str, Any]:
-    """Converts an optimizer's arrays, named by the addresses of weights, from one layout of the layers to the other."""
+    """Converts an optimizer's arrays, whose names contain parameter names, from one layout of layers to another.
+
+    Args:
+        was: the model in the old layout.
+        now: the model in the new layout.
+    """
     before, addresses = stored_addresses(was), set(split(now)[1])
     stored = {address for address, _ in before.values()}
     out: dict[str, Any] = {}
@@ -325,19 +332,23 @@ def relaid(arrays: dict[str, Any], was: Any, now: Any) -> dict[str, Any]:
 
 
 class _Default(dict):
-    """Returns zeros for weights for which an optimizer has no array; they are dropped again."""
+    """A mapping that returns zeros for weights without an array of the optimizer. The zeros are dropped again later."""
 
     def __missing__(self, name: str) -> Any:
         return jnp.zeros(())
 
 
 def begins_from_denoiser(stored: OpenedModel, mine: Any) -> bool:
-    """Whether a run trains a ControlNet that begins as a copy of a part of a denoiser."""
+    """Whether a run trains a ControlNet that begins as a copy of the first layers of a denoiser."""
     return isinstance(mine, ControlNetSettings) and isinstance(stored.config, mine.steers)
 
 
 def in_pipeline(stored: OpenedModel, mine: Any) -> Any:
-    """The settings of a stored model. Where its folder leaves some to the pipeline that it is a part of, they are those of the run."""
+    """Returns the config of a stored model. Settings that its folder leaves to the pipeline it belongs to are those of the run.
+
+    Args:
+        mine: the config of the run's model.
+    """
     if begins_from_denoiser(stored, mine):
         mine.check_copy(stored.config)
         # Its sizes must be those of the denoiser; what the denoiser does not have is the run's own.
@@ -348,7 +359,14 @@ def in_pipeline(stored: OpenedModel, mine: Any) -> Any:
 
 
 def _check_same(mine: Any, theirs: Any, where: str) -> None:
-    """Checks that the sizes agree. The preset's name, the declared context, and whether a size was set or derived may differ."""
+    """Checks that two configs describe the same architecture and sizes. The name of the preset, the declared context, and whether a
+    size was set or derived may differ.
+
+    Args:
+        mine: the config of the run's model.
+        theirs: the config of the stored model.
+        where: the name of the stored model, for errors.
+    """
     if mine.scored and not theirs.scored and "scores" in type(theirs).model_fields:
         # The head is replaced.
         theirs = theirs.model_copy(update={"scores": mine.scored})

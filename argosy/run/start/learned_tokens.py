@@ -1,4 +1,4 @@
-"""How a learned token begins: the rows of a word in the vocabularies of its text encoders, and the prompts that it stands in."""
+"""Initializes a learned token (textual inversion) with the embeddings of a word in its text encoders, and encodes its prompts."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ from argosy.parallel.place import on_devices
 
 
 def prompt_tokens(model: LearnedEmbeddingsConfig, pipeline: str) -> Iterator[tuple[Path, Any, PromptTokens]]:
-    """Each text encoder of a diffusers folder, opened, with what makes ids of prompts that name the token.
+    """Yields each text encoder of a diffusers folder: its folder, the opened model, and the encoder of prompts that contain the token.
 
     Raises:
         BadInput, Damaged: a tokenizer is missing, or its vocabulary has the token already.
@@ -31,11 +31,11 @@ def prompt_tokens(model: LearnedEmbeddingsConfig, pipeline: str) -> Iterator[tup
 
 
 def template_ids(model: LearnedEmbeddingsConfig, objective: Any, pipeline: str) -> np.ndarray:
-    """The ids [P n t] of the empty prompt and of all templates, for each text encoder.
+    """Encodes the empty prompt and all prompt templates for each text encoder. Returns ids [P n t].
 
     Raises:
-        BadInput: as `prompt_tokens`; the token has a special one in its name; the encoders read prompts of several lengths; or a prompt
-            loses the token.
+        BadInput: as `prompt_tokens`; the name of the token contains a special token; the encoders read prompts of different lengths; or
+            a prompt is so long that the token is cut off.
     """
     texts, all_ids = ["", *(template.format(model.token) for template in objective.prompts)], []
     for folder, _, tokens in prompt_tokens(model, pipeline):
@@ -56,10 +56,10 @@ def template_ids(model: LearnedEmbeddingsConfig, objective: Any, pipeline: str) 
 
 
 def initial_ids(model: LearnedEmbeddingsConfig, objective: Any, pipeline: str) -> list[int]:
-    """The id of the word that the token begins as, for each text encoder.
+    """Returns the id of the word that initializes the token, for each text encoder.
 
     Raises:
-        BadInput: it is no single token.
+        BadInput: the word is not a single token.
     """
     all_ids = []
     for folder, _, tokens in prompt_tokens(model, pipeline):
@@ -72,7 +72,7 @@ def initial_ids(model: LearnedEmbeddingsConfig, objective: Any, pipeline: str) -
 
 
 def put_first_rows(assembly: Any) -> None:
-    """Puts the rows of `objective.initializer` into the model, as often as the token has rows."""
+    """Writes the embedding of `objective.initializer` into all embeddings of the learned token, in place."""
     run, places = assembly.run, assembly.places.params | assembly.places.rest
     ids = initial_ids(run.model, run.objective, str(run.encoders.pipeline))
     for (folder, opened, _), number in zip(prompt_tokens(run.model, str(run.encoders.pipeline)), ids, strict=True):

@@ -28,10 +28,15 @@ Checks = Iterator[Callable[[], object]]
 
 
 def checked_settings(recipe: str, words: Iterable[str] = (), origin: str = COMMAND_LINE) -> Reading[Run]:
-    """The checked settings of a run.
+    """Reads and checks the settings of a run.
+
+    Args:
+        recipe: the recipe, as in `compose`.
+        words: `key=value` settings.
+        origin: the source of the words, for provenance.
 
     Raises:
-        UserError: every mistake in the settings, in the data, in the weights to start from, and in the run directory.
+        UserError: there are mistakes in the settings, the data, the weights to start from, or the run directory. All are reported.
     """
     try:
         reading = compose(Run, recipe, words, origin=origin)
@@ -54,7 +59,7 @@ def checked_settings(recipe: str, words: Iterable[str] = (), origin: str = COMMA
 
 
 def steps_made(reading: Reading[Run], recipe: str) -> int:
-    """The step of the newest checkpoint; 0 if there is none."""
+    """Returns the step of the newest checkpoint of a run; 0 if there is none."""
     try:
         directory = RunDirectory(directory_of(reading, recipe))
     except BadInput:
@@ -63,7 +68,7 @@ def steps_made(reading: Reading[Run], recipe: str) -> int:
 
 
 def check_place(values: Mapping[str, Any], recipe: str) -> None:
-    """Checks that the run directory can be written, if the settings name it without a mistake.
+    """Checks that the run directory can be written, unless the settings that name it have a mistake.
 
     Raises:
         BadInput: the directory cannot be written.
@@ -74,10 +79,10 @@ def check_place(values: Mapping[str, Any], recipe: str) -> None:
 
 
 def inputs(values: Mapping[str, Any]) -> Checks:
-    """The checks of a run's input files, and of its row counts.
+    """Returns the checks of a run's input files and of its numbers of rows.
 
     Args:
-        values: the settings that have no mistakes of their own.
+        values: the settings of the root without mistakes, by name.
     """
     data, init, mesh = values.get("data"), values.get("init"), values.get("mesh", MeshSettings())
     if isinstance(data, DataSettings):
@@ -113,7 +118,7 @@ def check_teacher(teacher: str, may_be_served: bool = False) -> None:
         may_be_served: whether a server is allowed.
 
     Raises:
-        BadInput: it does not exist, is the name of a preset, or is an invalid or unsuitable address of a server.
+        BadInput: the teacher does not exist, is the name of a preset, or is an invalid or unsuitable address of a server.
     """
     if is_endpoint(teacher):
         check_address(teacher)
@@ -129,7 +134,7 @@ def check_rows(batch: int, accumulate: int, mesh: MeshSettings) -> None:
     """Checks that the batch is divisible by the mesh axes whose sizes are set.
 
     Raises:
-        BadInput: it is not, whatever the number of devices.
+        BadInput: the batch is not divisible, whatever the number of devices.
     """
     sizes = mesh.rows()
     parts = accumulate
@@ -161,7 +166,7 @@ def check_experts(model: Any, shares: int) -> None:
 
 
 def directory_of(reading: Reading[Run], recipe: str) -> str:
-    """The directory of a run: `dir`, the run directory or address given as the recipe, or `runs/<recipe>`.
+    """Returns the directory of a run: `dir`, the run directory or address that was given as the recipe, or `runs/<recipe>`.
 
     Raises:
         BadInput: `dir` is empty.
