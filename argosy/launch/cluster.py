@@ -1,7 +1,7 @@
-"""Reads this process's rank and the number of processes from the environment, and joins the other processes.
+"""Reads this process's rank and the number of processes from the environment, and joins the other processes of a run.
 
     engine       variables
-    argosy       ARGOSY_COORDINATOR, ARGOSY_PROCESSES, ARGOSY_RANK     what `argosy launch` sets, and any engine may
+    argosy       ARGOSY_COORDINATOR, ARGOSY_PROCESSES, ARGOSY_RANK     `argosy launch` sets these; other launchers may, too
     jax          JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID
     slurm        inside srun: SLURM_STEP_NODELIST, SLURM_NTASKS, SLURM_PROCID
     openmpi      under mpirun: OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_RANK; JAX_COORDINATOR_ADDRESS, or OMPI_MCA_orte_hnp_uri
@@ -47,13 +47,13 @@ NATIVE = "ARGOSY_NATIVE_LOG"
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """The place of this process among all.
+    """The place of this process among the processes of a run.
 
-    engine: the row that described it.
-    coordinator: HOST:PORT of rank 0.
-    processes: number of processes.
-    rank: its rank.
-    attempt: number of earlier starts of the processes.
+    engine: the engine whose variables were set (a row of the table above).
+    coordinator: HOST:PORT of the coordinator, which rank 0 runs.
+    processes: the number of processes.
+    rank: the rank of this process.
+    attempt: the number of earlier starts of the processes.
     """
 
     engine: str
@@ -67,7 +67,7 @@ Environment = Mapping[str, str]
 
 
 def detect_place(environment: Environment) -> ProcessPlace | None:
-    """The place that the environment describes; None if there is only one process.
+    """Reads the place of this process from the environment. Returns None if there is only one process.
 
     Raises:
         BadInput: the variables are incomplete or contradict each other.
@@ -85,10 +85,10 @@ def detect_place(environment: Environment) -> ProcessPlace | None:
 
 
 def _number(environment: Environment, name: str) -> int:
-    """A whole number of the environment.
+    """Reads a whole number from an environment variable.
 
     Raises:
-        BadInput: it is missing, or none.
+        BadInput: the variable is missing, or is not a whole number.
     """
     value = environment.get(name)
     if value is None or not re.fullmatch(r"\d+", value.strip()):
@@ -183,14 +183,14 @@ ENGINES: dict[str, Callable[[Environment], tuple[str, int, int] | None]] = {
 
 
 def with_port(address: str) -> str:
-    """HOST:PORT. A host without a port gets one, and an IPv6 address gets brackets."""
+    """Returns an address as HOST:PORT. A host without a port gets the default port, and an IPv6 address gets brackets."""
     if re.fullmatch(r"(\[.*\]|[^:]+):\d+", address):
         return address
     return f"[{address}]:{PORT}" if address.count(":") > 1 and not address.startswith("[") else f"{address}:{PORT}"
 
 
 def first_host(hosts: str) -> str:
-    """The first host of a Slurm list, such as `node[003-007,9],other1`."""
+    """Returns the first host of a Slurm list such as `node[003-007,9],other1`."""
     match = re.match(r"([^,\[]+)(?:\[([^\]]+)\]([^,\[]*))?", hosts)
     if match is None:
         raise BadInput(f"{hosts!r} is no list of hosts", where="SLURM_STEP_NODELIST")
@@ -202,10 +202,10 @@ def first_host(hosts: str) -> str:
 
 
 def join(place: ProcessPlace) -> None:
-    """Joins the processes of a run, before anything else asks jax for devices.
+    """Joins the processes of a run. It must be called before anything else asks jax for devices.
 
     Raises:
-        ArgosyError: the others do not arrive, or the coordinator cannot be reached.
+        ArgosyError: the other processes do not arrive, or the coordinator cannot be reached.
     """
     import jax
 
@@ -241,7 +241,8 @@ def join(place: ProcessPlace) -> None:
 
 
 def keep_apart(path: Path) -> None:
-    """Redirects the output of libraries below Python to a file; Python's own output goes where it went before."""
+    """Redirects the output of native libraries (file descriptors 1 and 2) to a file. Python's output still goes where it went
+    before."""
     with suppress(OSError):
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         for name, number in (("stdout", 1), ("stderr", 2)):
@@ -256,7 +257,7 @@ def check_free(place: ProcessPlace, host: str) -> None:
     """Checks that the coordinator's port is free, because jaxlib 0.10.2 crashes if another program listens on it.
 
     Args:
-        host: the host to listen on; empty: every address.
+        host: the host to listen on. Empty: all addresses of this machine.
 
     Raises:
         ArgosyError: the port is taken.
@@ -266,7 +267,13 @@ def check_free(place: ProcessPlace, host: str) -> None:
 
 
 def _wait(place: ProcessPlace, host: str, wait: int, joined: threading.Event) -> None:
-    """Says that this process waits, and ends it with an error where the others do not come."""
+    """Reports that this process waits for the others, and ends it with an error if they do not arrive in time.
+
+    Args:
+        host: the host to listen on, as in `check_free`.
+        wait: the time to wait, in seconds.
+        joined: is set when all processes have joined.
+    """
     if joined.wait(min(QUIET_S, wait)):
         return
     who, remark = f"process {place.rank} of {place.processes}", ""
@@ -283,7 +290,8 @@ def _wait(place: ProcessPlace, host: str, wait: int, joined: threading.Event) ->
 
 
 def _end_with(parent: int) -> None:
-    """Stops this process as a signal would, state saved, once its supervisor is gone: nobody would start or end it any more."""
+    """Stops this process as SIGTERM does, with its state saved, as soon as its supervisor (the process `parent`) is gone. Nobody could
+    restart or end the process any more."""
     while os.getppid() == parent:
         time.sleep(1)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -298,7 +306,8 @@ def _not_joined(place: ProcessPlace, error: Exception) -> ArgosyError:
 
 
 def _leave_at_once() -> None:
-    """Runs before jax's own exit function, in which a process that failed would wait for the others, who wait for it in a step."""
+    """Ends a failed process without jax's exit function. In that function the process would wait for the others, which wait for it in a
+    step."""
     from argosy.parallel import processes
 
     if signals.ended_with() in (1, 2, FINAL, LOST) and not processes.failed_together():
@@ -323,7 +332,7 @@ class PeerLost(ArgosyError):
 
 @contextmanager
 def as_peer_lost() -> Iterator[None]:
-    """A context in which errors of jax about a lost process become a `PeerLost`."""
+    """A context in which jax's errors about a lost process are raised as `PeerLost`."""
     try:
         yield
     except Exception as error:

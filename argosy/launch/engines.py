@@ -1,4 +1,4 @@
-"""The engines of `argosy launch`, by name: the settings of each."""
+"""The engines of `argosy launch`, by name, with the class of settings of each."""
 
 from collections.abc import Iterable
 
@@ -23,7 +23,7 @@ ENGINES.add("rayserve", RayServe)
 
 
 def _tell_of_each_other() -> None:
-    """A setting of another engine is answered with that engine's name."""
+    """Prepares error messages: a setting that only another engine has is answered with the name of that engine."""
     for name, schema in ENGINES.items():
         others = {other: set(its.model_fields) - set(schema.model_fields) for other, its in ENGINES.items() if other != name}
         schema.elsewhere = {
@@ -36,6 +36,6 @@ _tell_of_each_other()
 
 
 def named_engine(words: Iterable[str]) -> str:
-    """The engine in the words `engine=NAME`."""
+    """Returns the engine that the words name by `engine=NAME`. The default is `local`."""
     names = [word.partition("=")[2] for word in words if word.startswith("engine=")]
     return names[-1] if names else "local"

@@ -1,14 +1,14 @@
 """Writes a manifest of a JobSet (jobset.x-k8s.io/v1alpha2): one Job, or one per TPU slice, whose indexed pods run one process each.
 
-    a container ends with    what follows
-    0                        when all have: the JobSet is complete
-    2, 65                    a mistake of the user's, or a failure that would come again (`core.errors.Final`): the Job fails by its
-                             podFailurePolicy, and the JobSet at once
-    anything else            the Job fails (backoffLimit 0), and the JobSet makes all pods anew, at most `restarts` times
+    exit code of a container    result
+    0                           The JobSet is complete when all containers have ended with 0.
+    2, 65                       The user made a mistake, or the failure would occur again (`core.errors.Final`). The Job fails by its
+                                podFailurePolicy, and the JobSet fails at once.
+    any other                   The Job fails (backoffLimit 0), and the JobSet restarts all pods, at most `restarts` times.
 
-Pods find each other by the headless service of the JobSet, which names the first one NAME-workers-0-0.NAME (`launch.cluster`). TPUs are
-requested as on GKE, by node labels and `google.com/tpu`; each slice's pods share one node pool, which no other slice uses. Slices find
-each other by the MEGASCALE_ variables, which libtpu reads.
+Pods find each other by the headless service of the JobSet, which names the first pod NAME-workers-0-0.NAME (`launch.cluster`). TPUs are
+requested as on GKE, by node labels and `google.com/tpu`. The pods of a slice share one node pool, which no other slice uses. Slices
+find each other by the MEGASCALE_ variables, which libtpu reads.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ def launch(command: Command, settings: JobSet, say: Say) -> int:
 
 
 def checks(command: Command, settings: JobSet) -> list[ScriptCheck]:
-    """Checks of files that pods would not see, or would lose."""
+    """Returns checks for files that pods would not see or would lose."""
 
     def recipe() -> None:
         if command.recipe is not None:
@@ -54,10 +54,11 @@ def checks(command: Command, settings: JobSet) -> list[ScriptCheck]:
 
 
 def devices(settings: JobSet, between: bool) -> Devices | None:
-    """The devices of the pods; None if the settings do not determine them: CPUs, and TPUs whose chips may have two devices.
+    """Returns the devices of the pods. Returns None if the settings do not determine them, as for CPUs and for TPUs whose chips may
+    have two devices.
 
     Args:
-        between: whether the mesh has sizes between groups of devices.
+        between: whether the mesh has axes between groups of devices (`mesh.between`).
     """
     if settings.gpus:
         each, groups = (settings.gpus, settings.nodes) if between else (settings.nodes * settings.gpus, 1)
@@ -74,7 +75,7 @@ def devices(settings: JobSet, between: bool) -> Devices | None:
 
 
 def render(command: Command, settings: JobSet) -> dict[str, Any]:
-    """The manifest.
+    """Makes the manifest.
 
     Raises:
         BadInput: pods cannot read the recipe, the run directory would be lost with them, or `program` is no command.
@@ -112,7 +113,7 @@ def render(command: Command, settings: JobSet) -> dict[str, Any]:
 
 
 def pod(command: Command, settings: JobSet) -> dict[str, Any]:
-    """The specification of each pod."""
+    """Makes the specification of each pod."""
     container: dict[str, Any] = {
         "name": CONTAINER,
         "image": settings.image,
@@ -152,7 +153,9 @@ def pod(command: Command, settings: JobSet) -> dict[str, Any]:
 
 
 def environment(settings: JobSet) -> list[dict[str, Any]]:
-    """The environment variables from which a process finds its place; Kubernetes itself sets JOB_COMPLETION_INDEX."""
+    """Makes the environment variables from which a process reads its place (`launch.cluster`). Kubernetes itself sets
+    JOB_COMPLETION_INDEX.
+    """
     variables = [
         {"name": "JOBSET_NAME", "value": settings.name},
         {"name": "REPLICATED_JOB_NAME", "value": WORKERS},
@@ -173,5 +176,5 @@ def environment(settings: JobSet) -> list[dict[str, Any]]:
 
 
 def annotation(name: str) -> dict[str, Any]:
-    """An environment variable's source: the annotation of this name that JobSet's controller writes on each pod."""
+    """Makes the source of an environment variable: the annotation of this name that JobSet's controller writes on each pod."""
     return {"fieldRef": {"fieldPath": f"metadata.annotations['jobset.sigs.k8s.io/{name}']"}}

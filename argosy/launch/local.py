@@ -1,14 +1,14 @@
-"""Runs a command as several processes of this machine, and starts all of them again when one ends.
+"""Runs a command as several processes on this machine, and restarts all of them when one fails.
 
-    exit code of a process     what follows
-    0                          the others end too
-    2                          a mistake of the user's: all end, and none is started again
-    65                         it would fail again (`core.errors.Final`): as for 2, and the exit code is 1
-    129, 130, 143              it was asked to stop: the others are asked too
-    anything else              all are killed, and start again from the last checkpoint
+    exit code of a process     result
+    0                          The others end too.
+    2                          The user made a mistake. All processes end, and none is restarted.
+    65                         The process would fail again (`core.errors.Final`). As for 2, but the exit code is 1.
+    129, 130, 143              The process was asked to stop. The others are asked to stop too.
+    any other                  All processes are killed, and restart from the last checkpoint.
 
 The processes find each other through the environment (`launch.cluster`). Rank 0 prints to this terminal. The output of each other
-process, and the output of libraries below Python, goes to a file, which is named if the process fails. All processes end when this one
+process, and the output of native libraries, goes to a file, which is named if the process fails. All processes end when this process
 ends, however it ends. This module does not import jax.
 """
 
@@ -52,16 +52,16 @@ DUMP_S = 1.0
 
 @dataclass
 class LocalProcess:
-    """A process of the group.
+    """A process of a group.
 
-    rank: its rank.
-    process: its Popen.
-    printed: its last lines of output.
+    rank: the rank of the process.
+    process: the Popen object.
+    printed: the last lines of its output.
     reader: the thread that reads its output.
-    ended: time of its end, on the monotonic clock.
-    log: file of its output.
-    log_from: offset of its output in the file.
-    was_stopped: whether a signal had stopped it when the others ended.
+    ended: the time at which its end was noticed, on the monotonic clock; None while it runs.
+    log: the file of its output; None if it prints to the terminal.
+    log_from: the offset at which the output of this start begins in the file.
+    was_stopped: whether the process was stopped (SIGSTOP) when the others ended.
     """
 
     rank: int
@@ -75,7 +75,7 @@ class LocalProcess:
 
     @property
     def code(self) -> int | None:
-        """Its exit code; negative if a signal ended it. None while it runs."""
+        """The exit code, which is negative if a signal ended the process; None while it runs."""
         code = self.process.poll()
         if code is not None and self.ended is None:
             self.ended = time.monotonic()
@@ -83,17 +83,17 @@ class LocalProcess:
 
     @property
     def lost_another(self) -> bool:
-        """Whether it ended because another process ended or no longer replied."""
+        """Whether the process ended because another process ended or no longer replied."""
         return self.code == LOST or (self.code == -signal.SIGABRT and any(ABORTED in line for line in self.last(KEPT)))
 
     @property
     def was_killed(self) -> bool:
-        """Whether a signal killed it, not on behalf of this supervisor."""
+        """Whether a signal from elsewhere than this supervisor killed the process."""
         return (self.code or 0) < 0 and not self.lost_another
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal has stopped it (SIGSTOP, a debugger), as far as the system shows it."""
+        """Whether the process is stopped (by SIGSTOP or a debugger), as far as the system shows it."""
         pid = getattr(self.process, "pid", None)
         try:
             return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
@@ -101,7 +101,7 @@ class LocalProcess:
             return False
 
     def last(self, count: int) -> list[str]:
-        """The last lines of its output, including its libraries'."""
+        """Returns the last lines of the output, including that of native libraries."""
         try:
             text = self.log.read_bytes()[self.log_from :].decode("utf-8", "replace") if self.log is not None else ""
         except OSError:
@@ -113,11 +113,11 @@ class LocalProcess:
 class ProcessEnding:
     """The end of a group of processes.
 
-    code: the exit code.
-    first: the process that ended first with a nonzero code.
-    stacks: stacks of the processes.
-    silent: processes that did not reply, so that the others ended.
-    places: position of each rank in the code.
+    code: the exit code of the group.
+    first: the process that ended first with a nonzero code; None if there is none.
+    stacks: the stack traces of the processes.
+    silent: the processes that no longer replied, because of which the others ended.
+    places: the line of code at which each rank was.
     """
 
     code: int
@@ -128,9 +128,9 @@ class ProcessEnding:
 
 
 class LocalGang:
-    """The processes of one start.
+    """The group of processes of one start.
 
-    logs: the folder for their output.
+    logs: the folder for the output of the processes.
     """
 
     def __init__(self, words: Sequence[str], settings: LocalLaunch, attempt: int, environment: Mapping[str, str], logs: Path):
@@ -186,7 +186,12 @@ class LocalGang:
     # ---------------------------------------------------------------- until it ends
 
     def wait(self, stop: Stop) -> ProcessEnding:
-        """Waits until all have ended. If one fails, the others write their stacks, and are killed after the grace period."""
+        """Waits until all processes have ended. If one fails, the others write their stack traces, and are killed after the grace
+        period.
+
+        Args:
+            stop: tells whether a signal asked this supervisor to stop.
+        """
         first: LocalProcess | None = None
         silent: list[LocalProcess] = []
         passed_on, until = False, float("inf")
@@ -211,13 +216,18 @@ class LocalGang:
         return ProcessEnding(_as_exit(first.code or 0) if first else 0, first, self._stacks(), silent, places)
 
     def _by_end(self) -> list[LocalProcess]:
-        """The processes that ended: first those that did not merely lose another, then in the order of their ends."""
+        """Returns the processes that ended, in the order of their ends. Those that only lost another process come last."""
         over = [member for member in self.members if member.code is not None]
         return sorted(over, key=lambda member: (member.lost_another, member.ended))
 
     def _ask_for_stacks(self, first: LocalProcess) -> list[LocalProcess]:
-        """Has those that have not ended write where they are. Returns those of them that may have been the cause: they are stopped,
-        or none is and they do not answer. Where a signal killed the first, the others are well, and their stacks say nothing."""
+        """Lets the running processes write their stack traces. Returns those that may be the cause of the failure: those that are
+        stopped, or if there are none, those that do not reply. If a signal killed the first process, the others are not asked, because
+        they are not the cause.
+
+        Args:
+            first: the process that ended first.
+        """
         if first.code in FOR_GOOD or first.was_killed:
             return []
         # A moment, in which those that notice by themselves end.
@@ -262,7 +272,7 @@ class LocalGang:
 
 
 def checks(settings: LocalLaunch) -> list[ScriptCheck]:
-    """Checks that the processes can be started."""
+    """Returns checks that the processes can be started."""
 
     def logs() -> None:
         folder = Path(settings.logs or ".")
@@ -273,7 +283,7 @@ def checks(settings: LocalLaunch) -> list[ScriptCheck]:
     return [ScriptCheck(("processes", "devices"), lambda: devices_of(0, settings, os.environ)), ScriptCheck(("logs",), logs)]
 
 
-# What there is no progress without, and what becomes of a run that fails too often, in words.
+# Words for messages: what counts as progress, and what remains of a run that fails too often.
 CHECKPOINTS = "a new checkpoint", "; what is saved stays"
 
 
@@ -287,9 +297,11 @@ def run(
     """Runs a command as a group of processes until it succeeds, is stopped, or fails too often. Returns its exit code.
 
     Args:
-        words: the command, the program first.
-        progress: returns a value that changes when the run makes progress: its newest checkpoint.
-        about: progress in words, and what becomes of a run that fails too often.
+        words: the command; the program comes first.
+        settings: the settings of the engine.
+        say: called with messages.
+        progress: returns a value that changes when the run makes progress, such as the newest checkpoint.
+        about: two phrases for messages: what counts as progress, and what remains of a run that fails too often.
     """
     logs, failed = Path(settings.logs or tempfile.mkdtemp(prefix="argosy-logs-")), False
 
@@ -316,11 +328,12 @@ def supervise(
     logs: Path | None = None,
     about: tuple[str, str] = CHECKPOINTS,
 ) -> int:
-    """The loop of `run`, for groups of any kind.
+    """Starts and restarts groups of processes until one succeeds, is stopped, or too many fail. Returns the exit code.
 
     Args:
-        start: starts the group of an attempt; attempts count from 0.
-        logs: the folder of their output, for messages.
+        start: (attempt) -> the group of an attempt, which is started. Attempts count from 0.
+        logs: the folder of the output, for messages.
+        say, progress, about: as in `run`.
     """
     if settings.logs is not None:
         check_logs(Path(settings.logs))
@@ -360,10 +373,10 @@ def _at(ending: ProcessEnding, member: LocalProcess) -> str:
 
 
 def check_logs(folder: Path) -> None:
-    """Makes the folder of logs.
+    """Makes the folder of logs, and checks that it can be written.
 
     Raises:
-        BadInput: it cannot be made or written.
+        BadInput: the folder cannot be made or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -374,8 +387,12 @@ def check_logs(folder: Path) -> None:
 
 
 def _show(ending: ProcessEnding, say: Say, count: int, only_others: bool = False) -> None:
-    """Says which process ended first, or did not answer, and where it was; with the last lines that it printed, unless they are on the
-    terminal already. count: of the processes."""
+    """Reports which process ended first or did not reply, the line of code at which it was, and the last lines of its output.
+
+    Args:
+        count: the number of processes.
+        only_others: whether nothing is reported for rank 0, whose output is on the terminal already.
+    """
     first = ending.first
     if first is None:
         return
@@ -399,7 +416,7 @@ def _show(ending: ProcessEnding, say: Say, count: int, only_others: bool = False
 
 
 def ending_words(code: int) -> str:
-    """An exit code in words: "with exit code 3", "by SIGKILL"."""
+    """Describes an exit code, such as "with exit code 3" or "by SIGKILL"."""
     return f"{'with' if code >= 0 else 'by'} {reason_of(code)}"
 
 
@@ -411,7 +428,7 @@ def _as_exit(code: int) -> int:
 
 
 def devices_of(rank: int, settings: LocalLaunch, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables that assign devices to a process.
+    """Returns the environment variables that assign devices to a process.
 
     Raises:
         BadInput: the number of GPUs is not divisible by the number of processes.
@@ -427,7 +444,11 @@ def devices_of(rank: int, settings: LocalLaunch, environment: Mapping[str, str])
 
 
 def gpus(environment: Mapping[str, str], folder: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
-    """The GPUs that this process may use, by their names in CUDA_VISIBLE_DEVICES."""
+    """Returns the GPUs that this process may use, by the names that CUDA_VISIBLE_DEVICES uses.
+
+    Args:
+        folder: the folder in which the driver lists the GPUs.
+    """
     if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [card.strip() for card in visible.split(",") if card.strip() and card.strip() != "-1"]
     return [str(i) for i, _ in enumerate(folder.iterdir())] if folder.is_dir() else []

@@ -6,8 +6,8 @@ from pathlib import Path
 
 
 class LogFile:
-    """A growing file. If it cannot be written, that is reported once on stderr: the reader of a process's pipe must go on, or the
-    process would block when it prints.
+    """A log file that is appended to. If it cannot be written, that is reported once on stderr. It never raises, because the reader of
+    a process's pipe must go on, or the process would block when it prints.
     """
 
     def __init__(self, path: Path):

@@ -1,11 +1,11 @@
-"""Ports for coordinators, reserved from the moment they are chosen until the processes that use them have ended.
+"""Reserves ports for coordinators, from the moment a port is chosen until the processes that use it have ended.
 
-A coordinator starts to listen seconds after its port was chosen. A port that is only known to be free may meanwhile be taken by another
-group, or by any connection of this machine. gRPC would not notice: it listens with SO_REUSEPORT, so two coordinators of one user could
-share a port, and the kernel would distribute the processes of both groups between them.
+A coordinator starts to listen seconds after its port was chosen. Without a reservation, another group or any connection of this machine
+may take the port meanwhile. gRPC would not notice, because it listens with SO_REUSEPORT. So two coordinators of one user could share a
+port, and the kernel would distribute the processes of both groups between them.
 
-A reserved port is bound with SO_REUSEPORT and not listened on. The kernel does not assign it to others, and a coordinator of the same
-user can still listen on it.
+A reserved port is bound with SO_REUSEPORT, but nobody listens on it. The kernel does not assign it to others, and a coordinator of the
+same user can still listen on it.
 """
 
 import errno
@@ -16,8 +16,8 @@ from contextlib import suppress
 class HeldPort:
     """A free port of this machine, reserved until it is closed.
 
-    host: the host; empty: every address.
-    number: the port.
+    host: the host; empty: all addresses of this machine.
+    number: the number of the port.
     """
 
     def __init__(self, host: str = "127.0.0.1"):
@@ -33,10 +33,10 @@ class HeldPort:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that reserves a port without listening on it; 0 is any port.
+    """Makes a socket that reserves a port without listening on it. Port 0 reserves any free port.
 
     Raises:
-        OSError: another program uses it without sharing.
+        OSError: another program uses the port without sharing it.
     """
     sock = socket.socket()
     try:
@@ -52,7 +52,7 @@ def is_taken(host: str, port: int) -> bool:
     """Whether another program listens on a port. A reserved port counts as free.
 
     Args:
-        host: the host; empty: every address of this machine.
+        host: the host; empty: all addresses of this machine.
     """
     for family in (socket.AF_INET, socket.AF_INET6):
         with suppress(OSError), socket.socket(family) as probe:
@@ -68,7 +68,7 @@ def is_taken(host: str, port: int) -> bool:
 
 
 def _is_held(host: str, port: int) -> bool:
-    """Whether a port that cannot be bound alone can be shared, and nobody listens on it."""
+    """Whether a port that cannot be bound exclusively is only reserved: it can be shared, and nobody listens on it."""
     try:
         bound(host, port).close()
         socket.create_connection((host or "127.0.0.1", port), timeout=1).close()

@@ -1,8 +1,8 @@
-"""Runs a command as processes on a Ray cluster, and starts all of them again when one ends, by the rules of `launch.local`.
+"""Runs a command as processes on a Ray cluster, and restarts all of them when one fails, by the rules of `launch.local`.
 
-Each process is the child of an actor, and all actors are in one placement group, so that either all find room or none starts. An actor
-forwards signals and its process's output. An actor that dies, or whose machine is lost, counts as a killed process; its process notices
-that its parent is gone, saves and ends. All actors end with the driver, which is this command.
+Each process is the child of an actor. All actors are in one placement group, so that either all find room or none starts. An actor
+forwards signals to its process, and the output of the process to the driver. If an actor dies or its machine is lost, its process
+counts as killed. The process notices that its parent is gone, saves and ends. All actors end with the driver, which is this command.
 
 Ray Train's JaxTrainer is not used: it starts a worker again whatever its exit code was, and ends workers without time to save
 (docs/decisions/0021-on-ray-actors-start-processes.md). This is the only module that imports ray.
@@ -41,12 +41,12 @@ LAST_S = 2.0
 
 
 def ray() -> Any:
-    """The Ray library."""
+    """Returns the Ray library."""
     return import_module("ray")
 
 
 class Host:
-    """The actor: it starts one process, and reports its output and its end. Its methods run in threads."""
+    """The Ray actor that starts one process, and reports its output and its end. Its methods run in threads."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -57,7 +57,7 @@ class Host:
         self._stacks = Path(tempfile.mkdtemp(prefix="argosy-"), "stacks")
 
     def address(self) -> tuple[str, int]:
-        """The address of this machine, and a port that this actor reserves."""
+        """Returns the address of this machine, and a port that this actor reserves."""
         self._port = self._port or HeldPort("")
         return ray().util.get_node_ip_address(), self._port.number
 
@@ -82,7 +82,8 @@ class Host:
             self._news.notify_all()
 
     def news(self) -> tuple[list[bytes], int | None, str]:
-        """New lines of output; with the last ones the exit code; then the requested stacks. Waits briefly for news."""
+        """Returns new lines of output, the exit code with the last lines (otherwise None), and the requested stack traces. Waits
+        briefly if there is nothing new."""
         assert self._process is not None
         with self._news:
             self._news.wait_for(lambda: self._lines or self._read, LOOK_S)
@@ -103,7 +104,7 @@ class Host:
 
 
 class RayProcess:
-    """The process of an actor, with the methods of a Popen that a group needs. Iterating over `stdout` reads its lines."""
+    """The process of an actor, with those methods of a Popen that a group needs. Iterating over `stdout` reads its lines."""
 
     def __init__(self, actor: Any):
         self.actor, self.stacks = actor, ""
@@ -144,7 +145,7 @@ class RayProcess:
 
 
 class RayGang(LocalGang):
-    """The processes of one start, on a Ray cluster."""
+    """The group of processes of one start, on a Ray cluster."""
 
     def __init__(self, words: Sequence[str], settings: Ray, attempt: int):
         self.settings, self.folder = settings, Path(tempfile.mkdtemp(prefix="argosy-"))
@@ -192,13 +193,13 @@ class RayGang(LocalGang):
 
 
 def place_actors(settings: Ray, kind: type = Host) -> tuple[list[Any], Any]:
-    """One actor per process, in the order of ranks, and their placement group.
+    """Starts one actor per process. Returns the actors, in the order of ranks, and their placement group.
 
     Args:
-        kind: class of the actors.
+        kind: the class of the actors.
 
     Raises:
-        ArgosyError: the cluster has no room for all of them in time.
+        ArgosyError: the cluster has no room for all actors in time.
     """
     need = {"CPU": settings.cpus} | ({"GPU": settings.gpus} if settings.gpus else {})
     strategy = "STRICT_SPREAD" if settings.spread else "PACK"
@@ -228,10 +229,10 @@ def connect_ray(at: str | None, slots: int, needs: str = "engine=ray", install: 
     """A context with a connection to Ray.
 
     Args:
-        at: address of a cluster; None: the address in RAY_ADDRESS, or a new Ray on this machine.
-        slots: smallest number of cores of a new Ray: on a machine with few cores they are shared.
+        at: the address of a cluster; None: the address in RAY_ADDRESS, or a new Ray on this machine.
+        slots: the smallest number of cores that a new Ray pretends to have, so that processes can share the cores of a small machine.
         needs: the setting that needs Ray, for errors.
-        install: the command that installs it, for errors; None: that of the extra `ray`.
+        install: the command that installs Ray, for errors; None: that of the extra `ray`.
 
     Raises:
         Unsupported: ray is not installed.
@@ -271,11 +272,11 @@ def run(words: Sequence[str], settings: Ray, say: Say, progress: Callable[[], ob
     """Runs a command on a Ray cluster as `local.run` does on this machine. Returns its exit code.
 
     Args:
-        words: the command, the program first, which all machines must have.
+        words: the command; the program comes first. All machines must have it.
         progress: returns a value that changes when the run makes progress.
 
     Raises:
-        ArgosyError: there is no Ray, or it has no room.
+        ArgosyError: there is no Ray, or the cluster has no room.
     """
     begun = time.monotonic()
     with connect_ray(settings.address, settings.processes * settings.cpus):

@@ -1,4 +1,4 @@
-"""The shared parts of engines that write a file for a scheduler instead of starting processes."""
+"""Shared parts of engines that write a file for a scheduler instead of starting processes."""
 
 import shlex
 import sys
@@ -16,9 +16,9 @@ from argosy.core.progress import Say
 class Command:
     """The command to run.
 
-    words: a verb with its words.
-    folder: its run directory; empty if mistakes in the settings leave it open.
-    recipe: the recipe's file, if it is a file of the user's.
+    words: the verb with its words, such as `train tiny steps=100`.
+    folder: the run directory; empty if it cannot be determined because of mistakes in the settings.
+    recipe: the file of the recipe, if the user wrote it; otherwise None.
     """
 
     words: tuple[str, ...]
@@ -27,20 +27,20 @@ class Command:
 
     @property
     def is_local(self) -> bool:
-        """Whether the run directory is a folder, not an address in an object store."""
+        """Whether the run directory is a folder and not an address in an object store."""
         return bool(self.folder) and not is_address(self.folder)
 
     @property
     def shell(self) -> str:
-        """The words, quoted for a shell."""
+        """The words as one text, quoted for a shell."""
         return shlex.join(self.words)
 
 
 class ScriptCheck(NamedTuple):
     """A check of an engine's settings together with the command.
 
-    needs: the settings that it reads, which must have no mistakes of their own.
-    run: does the check.
+    needs: the settings that the check reads. It is only run if they have no mistakes.
+    run: performs the check, and raises if it fails.
     """
 
     needs: tuple[str, ...]
@@ -50,10 +50,10 @@ class ScriptCheck(NamedTuple):
 class Devices(NamedTuple):
     """The devices that an engine's settings request.
 
-    each: number of devices in each group.
-    groups: number of groups, which are connected by a slower network.
+    each: the number of devices in each group.
+    groups: the number of groups. Groups are connected by a slower network.
     slices: whether groups are TPU slices; otherwise they are whole machines.
-    shown: how the numbers follow from the settings, for messages.
+    shown: the formula by which the numbers follow from the settings, for messages.
     """
 
     each: int
@@ -63,7 +63,7 @@ class Devices(NamedTuple):
 
 
 def as_argument(program: str) -> list[str]:
-    """The words of `program`.
+    """Splits the setting `program` into words.
 
     Raises:
         BadInput: a quote is not closed, or `program` is empty.
@@ -78,10 +78,14 @@ def as_argument(program: str) -> list[str]:
 
 
 def check_inside(command: Command, mount: str, label: str) -> None:
-    """Checks that a run directory is in a place that all machines share.
+    """Checks that the run directory is inside a folder that all machines share.
+
+    Args:
+        mount: the shared folder.
+        label: a description of the shared folder, for the error.
 
     Raises:
-        BadInput: it is not.
+        BadInput: the run directory is elsewhere.
     """
     folder = PurePosixPath(command.folder)
     if ".." in folder.parts or not folder.is_relative_to(mount):
@@ -89,13 +93,14 @@ def check_inside(command: Command, mount: str, label: str) -> None:
 
 
 def deliver(text: str, path: str | None, say: Say, then: str | None = None) -> None:
-    """Prints or writes the text of a file.
+    """Prints a text, or writes it to a file.
 
     Args:
-        then: the command that submits it, with FILE for its name, to show to the user.
+        path: the path of the file; None: the text is printed.
+        then: the command that submits the file, which is shown to the user. FILE in it stands for the name of the file.
 
     Raises:
-        BadInput: the file holds something else, or cannot be written.
+        BadInput: the file exists with other content, or cannot be written.
     """
     if path is None:
         sys.stdout.write(text)

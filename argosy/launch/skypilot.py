@@ -1,11 +1,12 @@
-"""A task of SkyPilot, with one process on each machine. They find each other by what SkyPilot sets (`launch.cluster`).
+"""Writes a task of SkyPilot, with one process on each machine. Processes find each other by variables that SkyPilot sets
+(`launch.cluster`).
 
-    sky jobs launch FILE     a managed job: machines that are taken away are replaced, and the run goes on from its last checkpoint
-    sky launch FILE          one try, on machines that stay until they are stopped
+    sky jobs launch FILE     A managed job. Preempted machines are replaced, and the run continues from its last checkpoint.
+    sky launch FILE          A single try, on machines that stay until they are stopped.
 
-SkyPilot counts every exit code other than 0 as a failure of the program, and starts it again `restarts` times. A user's mistake (2)
-is tried again as often: codes that are to end a job at once cannot be named. Its `recover_on_exit_codes` would start again without
-counting.
+SkyPilot counts every exit code other than 0 as a failure of the program, and restarts the program `restarts` times. That includes a
+mistake of the user (2), because SkyPilot has no setting for codes that end a job at once. Its `recover_on_exit_codes` would restart the
+program without counting.
 """
 
 import re
@@ -30,7 +31,7 @@ def launch(command: Command, settings: SkyPilot, say: Say) -> int:
 
 
 def checks(command: Command, settings: SkyPilot) -> list[ScriptCheck]:
-    """Checks of files that the machines would not see, or would lose."""
+    """Returns checks for files that the machines would not see or would lose."""
 
     def folder() -> None:
         mounted = settings.bucket is not None or settings.volume is not None
@@ -46,10 +47,11 @@ def checks(command: Command, settings: SkyPilot) -> list[ScriptCheck]:
 
 
 def devices(settings: SkyPilot, between: bool) -> Devices | None:
-    """The devices of the machines; None if the settings do not determine them: CPUs, TPUs, or a choice of several kinds.
+    """Returns the devices of the machines. Returns None if the settings do not determine them, as for CPUs, TPUs, or a choice of
+    several kinds.
 
     Args:
-        between: whether the mesh has sizes between groups of devices.
+        between: whether the mesh has axes between groups of devices (`mesh.between`).
     """
     match = re.fullmatch(r"(?!tpu)[\w-]+(?::(\d+))?", settings.accelerators or "", re.IGNORECASE)
     if match is None:
@@ -60,7 +62,7 @@ def devices(settings: SkyPilot, between: bool) -> Devices | None:
 
 
 def render(command: Command, settings: SkyPilot) -> dict[str, Any]:
-    """The task.
+    """Makes the task.
 
     Raises:
         BadInput: the machines cannot read the recipe, the run directory would be lost, or `program` is no command.
@@ -91,10 +93,10 @@ def render(command: Command, settings: SkyPilot) -> dict[str, Any]:
 
 
 def check_recipe(command: Command, settings: SkyPilot) -> None:
-    """Checks that a recipe's file is copied to the machines.
+    """Checks that the file of the recipe is copied to the machines.
 
     Raises:
-        BadInput: it is not.
+        BadInput: the file is not copied.
     """
     recipe, folder = command.recipe, settings.workdir
     if recipe is None:

@@ -1,17 +1,18 @@
-"""A job script for `sbatch`, which runs a command by `srun` as one process or several on each machine.
+"""Writes a job script for `sbatch`, which runs a command by `srun` as one or several processes on each machine.
 
-The time limit does not kill the run. `save` seconds before it Slurm tells the script (SIGUSR1), which has Slurm send SIGTERM to
-the processes; they save and end with 143, and the job is queued again under its number. SIGTERM to `srun` itself would kill them at
-once, so the script never passes one on.
+The time limit does not kill the run. `save` seconds before the limit, Slurm sends SIGUSR1 to the script. The script lets Slurm send
+SIGTERM to the processes, which save and end with 143. Then the job is queued again under its number. SIGTERM to `srun` itself would
+kill the processes at once, so the script never forwards it.
 
-    exit code of srun       what follows
-    0, 2                    the job ends with it
-    65                      it would fail again (`core.errors.Final`): the job ends with 1
-    129, 130, 143           the job ends with it; before the time limit, it is queued again
-    anything else           all start again within the job, at most `restarts` times in a row without a new checkpoint
+    exit code of srun       result
+    0, 2                    The job ends with this code.
+    65                      The run would fail again (`core.errors.Final`). The job ends with 1.
+    129, 130, 143           The job ends with this code. Shortly before the time limit, it is queued again instead.
+    any other               All processes restart within the job, at most `restarts` times in a row without a new checkpoint.
 
-`srun` tells the highest code of its processes. A job without any new checkpoint is not queued again. Slurm itself queues it again
-when a machine fails or the job is preempted (`--requeue`). The processes find each other by what srun sets (`launch.cluster`).
+`srun` returns the highest exit code of its processes. A job that wrote no new checkpoint is not queued again. Slurm itself queues the
+job again when a machine fails or the job is preempted (`--requeue`). Processes find each other by variables that srun sets
+(`launch.cluster`).
 """
 
 import os
@@ -80,10 +81,10 @@ done
 
 
 def launch(command: Command, settings: Slurm, say: Say) -> int:
-    """Prints, writes or submits the job script; returns an exit code.
+    """Prints, writes or submits the job script. Returns an exit code.
 
     Raises:
-        BadInput: there is no `sbatch` to submit it, or the file to write holds something else.
+        BadInput: there is no `sbatch` to submit the script with, or the file to write exists with other content.
     """
     check_sbatch(settings)
     text = render(command, settings, Path.cwd())
@@ -95,7 +96,7 @@ def launch(command: Command, settings: Slurm, say: Say) -> int:
 
 
 def checks(command: Command, settings: Slurm) -> list[ScriptCheck]:
-    """Checks that the script can work."""
+    """Returns checks that the script can work."""
 
     def folder() -> None:
         directory = local_path(command.folder)
@@ -111,7 +112,7 @@ def check_sbatch(settings: Slurm) -> None:
     """Checks that `sbatch` exists, if the script is to be submitted.
 
     Raises:
-        BadInput: it does not.
+        BadInput: `sbatch` does not exist.
     """
     if settings.submit and shutil.which("sbatch") is None:
         hint = "leave submit out and give write=FILE; on a machine of the cluster, `sbatch FILE` submits it"
@@ -119,10 +120,10 @@ def check_sbatch(settings: Slurm) -> None:
 
 
 def devices(settings: Slurm, between: bool) -> Devices | None:
-    """The GPUs of the job; None if it requests none.
+    """Returns the GPUs of the job; None if it requests none.
 
     Args:
-        between: whether the mesh has sizes between groups of devices.
+        between: whether the mesh has axes between groups of devices (`mesh.between`).
     """
     if not settings.gpus:
         return None
@@ -135,12 +136,18 @@ def devices(settings: Slurm, between: bool) -> Devices | None:
 
 
 def program_of(settings: Slurm) -> str:
-    """The command that starts Argosy, in shell syntax."""
+    """Returns the command that starts Argosy, in shell syntax."""
     return settings.program or shlex.join([python_for(settings.gpus > 0, Path(sys.executable)), "-m", "argosy"])
 
 
 def python_for(gpus: bool, python: Path) -> str:
-    """The Python of the job: this one, or, for GPUs, that of the environment that `./run --gpu` makes beside the one for CPUs."""
+    """Returns the Python of the job. It is this one, or for GPUs that of the environment which `./run --gpu` makes in addition to the
+    one for CPUs.
+
+    Args:
+        gpus: whether the job has GPUs.
+        python: this Python.
+    """
     # Not resolved: in an environment it is a link to the system's.
     home = python.parents[1]
     if not gpus or home.name != ".venv":
@@ -149,10 +156,10 @@ def python_for(gpus: bool, python: Path) -> str:
 
 
 def render(command: Command, settings: Slurm, folder: Path) -> str:
-    """The job script.
+    """Makes the job script.
 
     Args:
-        folder: the folder in which the job runs: the current one.
+        folder: the folder in which the job runs, which is the current one.
 
     Raises:
         BadInput: `program` is no command, or the run directory is no folder.
@@ -178,7 +185,7 @@ def render(command: Command, settings: Slurm, folder: Path) -> str:
 
 
 def options(settings: Slurm) -> list[str]:
-    """The options of `sbatch` for the job script."""
+    """Returns the options of `sbatch` for the job script."""
     flags = {
         "job-name": settings.name,
         "nodes": settings.nodes,

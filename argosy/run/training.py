@@ -61,13 +61,9 @@ class Training:
     view: Logged
     clock: Clock
     command: str
-    # The config.json of the model that the weights came from.
     hub: dict[str, Any]
-    # The stored model that the weights came from.
     origin: Any = None
-    # The step of this run that it resumes from.
     resumed: int | None = None
-    # What identifies the base model under adapters.
     base: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
