@@ -387,11 +387,12 @@ def check_logs(folder: Path) -> None:
 
 
 def _show(ending: ProcessEnding, say: Say, count: int, only_others: bool = False) -> None:
-    """Reports which process ended first or did not reply, the line of code at which it was, and the last lines of its output.
+    """Reports which process ended first or did not reply, and the line of code at which it was. Also reports the last lines of its
+    output, unless they are on the terminal already.
 
     Args:
         count: the number of processes.
-        only_others: whether nothing is reported for rank 0, whose output is on the terminal already.
+        only_others: whether the exit code of the first process is left out of the report.
     """
     first = ending.first
     if first is None:

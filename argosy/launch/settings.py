@@ -197,7 +197,8 @@ class JobSet(ScriptSettings):
         return self
 
     def _check_tpu(self) -> None:
-        """Raises where GKE has no such TPU, whose pods would wait for ever. Newer ones than are known here pass."""
+        """Raises ValueError if GKE has no such TPU, because pods would wait for it forever. TPUs that are newer than this table
+        pass."""
         if not str(self.tpu).startswith("tpu"):
             raise ValueError(f"tpu = {self.tpu!r} is no label of GKE's, such as {', '.join(TPUS)}")
         axes = TPUS.get(str(self.tpu))
@@ -252,10 +253,10 @@ class SkyPilot(ScriptSettings):
 
 
 def seconds_of(time: str) -> int:
-    """Seconds of a time limit as `sbatch` reads it.
+    """Converts a time limit in the format of `sbatch` to seconds.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is no time limit.
     """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time.strip())
     if match is None:

@@ -1,7 +1,7 @@
 """Writes a ServingRuntime of KServe that runs `argosy predict`, and an InferenceService that uses it.
 
-KServe mounts the repository, or one bundle, at `/mnt/models` before the container starts, and calls it by the Open Inference Protocol
-v2.
+KServe mounts the repository, or a single bundle, at `/mnt/models` before the container starts. It calls the container by the Open
+Inference Protocol v2.
 Format: serving.kserve.io/v1alpha1 and v1beta1 (github.com/kserve/kserve, config/crd).
 """
 
@@ -30,10 +30,10 @@ def launch(command: Command, settings: KServe, say: Say) -> int:
 
 
 def render_runtime(command: Command, settings: KServe) -> list[dict[str, Any]]:
-    """The ServingRuntime and the InferenceService.
+    """Makes the ServingRuntime and the InferenceService.
 
     Raises:
-        BadInput: the command is no `predict`, names other models, or the servers would be open to anybody.
+        BadInput: the verb of the command is not `predict`, the command names other models, or the servers would be open to anybody.
     """
     if command.words[0] != "predict":
         raise BadInput(f"KServe runs `predict`, and not `{command.words[0]}`", hint="engine=kubernetes runs both")

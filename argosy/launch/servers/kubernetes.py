@@ -1,7 +1,7 @@
-"""A Deployment of servers that share no state, and a Service before them, which spreads connections over those that are ready.
+"""Writes a Deployment of servers that share no state, and a Service, which spreads connections over the servers that are ready.
 
-A new pod is ready before an old one is asked to end (`maxUnavailable: 0`); SIGTERM drains it. Pods read the repository from the image
-or from a volume that all of them mount read-only.
+A new pod is ready before an old pod is asked to end (`maxUnavailable: 0`). SIGTERM lets a pod finish its requests. Pods read the
+repository from the image, or from a volume that all of them mount read-only.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ def launch(command: Command, settings: Kubernetes, say: Say) -> int:
 
 
 def render_deployment(command: Command, settings: Kubernetes) -> list[dict[str, Any]]:
-    """The Deployment and the Service.
+    """Makes the Deployment and the Service.
 
     Raises:
         BadInput: pods cannot read the models, or the servers would be open to anybody.

@@ -1,4 +1,4 @@
-"""The pods of servers: command, address, key, probes and requested resources."""
+"""Makes the pods of servers: command, address, key, probes and requested resources."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,13 +17,14 @@ DRAIN, MARGIN = 30, 10
 
 
 def server_container(words: tuple[str, ...], settings: ServerPods, port: int = PORT) -> dict[str, Any]:
-    """The container of a server.
+    """Makes the container of a server.
 
     Args:
         words: the verb and its words.
+        port: the port of HTTP.
 
     Raises:
-        BadInput: the command has a setting that the manifest makes, or the server would be open to anybody.
+        BadInput: the command has a setting that the manifest sets itself, or the server would be open to anybody.
     """
     server_settings = settings_of(words)
     for name in ("host", "port", "api_key"):
@@ -69,7 +70,7 @@ def probe(get: Mapping[str, Any], **fields: int) -> dict[str, Any]:
 
 
 def grpc_port(words: tuple[str, ...]) -> int | None:
-    """The port of gRPC that a command names."""
+    """Returns the port of gRPC that a command names; None if it names none."""
     port = settings_of(words).get("grpc", "null")
     return None if port in ("null", "none", "") else int(port)
 
@@ -79,10 +80,10 @@ def node_selector(settings: ServerPods) -> dict[str, Any]:
 
 
 def grace(words: tuple[str, ...]) -> int:
-    """Seconds that a pod has to end: the server's time to finish requests, plus a margin."""
+    """Returns the seconds that a pod has to end: the server's time to finish requests, plus a margin."""
     return int(float(settings_of(words).get("drain", DRAIN))) + MARGIN
 
 
 def settings_of(words: tuple[str, ...]) -> Mapping[str, str]:
-    """The settings among the words of a command."""
+    """Returns the settings (`key=value`) among the words of a command."""
     return dict(word.split("=", 1) for word in words[1:] if "=" in word)

@@ -1,8 +1,8 @@
-"""Runs replicas of a server of bundles on Ray Serve: its HTTP proxy sends each request to the replica with the fewest requests.
+"""Runs replicas of a server of bundles on Ray Serve, whose HTTP proxy sends each request to the replica with the fewest requests.
 
 Each replica is an actor with all models of the repository, which its machine must be able to read. Ray restarts a lost replica. API
-requests that change the repository would reach only one replica and are refused; with `poll=SECONDS` each replica scans the repository
-itself. This command stays in the foreground: when it ends, the application finishes its running requests and ends.
+requests that change the repository are refused, because they would reach only one replica. With `poll=SECONDS` each replica scans the
+repository itself. This command stays in the foreground. When it ends, the application finishes its running requests and ends.
 """
 
 import logging
@@ -24,14 +24,14 @@ LOOK_S = 0.2
 
 
 class Replica:
-    """The class of the deployment; the application beside it serves the requests."""
+    """The class of the Ray deployment. An ASGI application inside the replica serves the requests."""
 
 
 def check_replicated(command: Command, server: Any) -> None:
     """Checks that a server can run as replicas.
 
     Raises:
-        BadInput: the command is no `predict`, or has a setting that replicas cannot honor.
+        BadInput: the verb of the command is not `predict`, or the command has a setting that replicas do not support.
     """
     if command.words[0] != "predict":
         raise BadInput(f"Ray Serve runs `predict`, and not `{command.words[0]}`")
@@ -46,10 +46,10 @@ def launch(command: Command, settings: RayServe, server: Any, build: Callable[[]
 
     Args:
         server: the settings of the server.
-        build: builds the application of a replica, in its process.
+        build: builds the application of a replica, in the process of the replica.
 
     Raises:
-        ArgosyError: there is no Ray or no room in it, or the models cannot be served.
+        ArgosyError: there is no Ray, the cluster has no room, or the models cannot be served.
     """
     begin = time.monotonic()
     slots, install = int(settings.replicas * settings.cpus) + 1, install_package("ray[serve]")
@@ -77,10 +77,10 @@ def launch(command: Command, settings: RayServe, server: Any, build: Callable[[]
 
 
 def serve_library() -> Any:
-    """The Ray Serve library.
+    """Returns the Ray Serve library.
 
     Raises:
-        Unsupported: it is not installed.
+        Unsupported: Ray Serve is not installed.
     """
     try:
         return import_module("ray.serve")

@@ -1,20 +1,20 @@
-"""One controller, many workers: the controller calls functions in groups of processes. Results stay in the group, and arrays are moved
-from group to group without passing through the controller.
+"""One controller and many workers: the controller calls functions in groups of worker processes. Results stay in the group. Arrays are
+moved from group to group without passing through the controller.
 
     with open_workers({"trainer": Group(processes=2, devices=2), "rollouts": Group()}) as workers:
         state = workers["trainer"].run("mine:make", 3)
-        weights = workers.move(state, to="rollouts")        # workers.send: from this program
+        weights = workers.move(state, to="rollouts")        # `workers.send` sends a pytree of the controller
         print(workers["rollouts"].run("mine:answer", weights, prompts).value())
 
-Every call goes to all processes of a group, which share one mesh (`here().mesh`) and are joined by jax.distributed. Calls return a
-`Ref` at once. Engines differ in where groups run:
+Every call goes to all processes of a group, which share one mesh (`here().mesh`) and are joined by jax.distributed. A call returns a
+reference (`Ref`) to its result at once. Engines differ in where groups run:
 
-    local     processes of this machine
+    local     processes on this machine
     ray       processes that actors of a Ray cluster start
     inline    this process: each group has some of its devices and a thread. This is for the proxy of Pathways (JAX_PLATFORMS=proxy),
               where one process has all devices
 
-Workers are trusted, and so is the controller: each can run code in the other.
+Workers and controller must trust each other, because each can run code in the other.
 """
 
 import sys
@@ -44,9 +44,9 @@ Begin = Callable[[str, Callable[[WorkerLost], None]], GroupLife]
 
 
 class Workers(Mapping[str, WorkerGroup]):
-    """The groups, by name.
+    """The groups of workers, by name.
 
-    offers: arrays that the controller offers; None if the groups are in its process.
+    offers: serves the arrays of the controller to groups; None if the groups are in the controller's process.
     """
 
     def __init__(self, groups: Mapping[str, WorkerGroup], offers: Offers | None = None):
@@ -64,10 +64,13 @@ class Workers(Mapping[str, WorkerGroup]):
         return len(self._groups)
 
     def move(self, ref: Ref, to: str, sharding: Any = None) -> Ref:
-        """Moves a value to another group, from worker to worker; returns at once. Its arrays become jax arrays over that group's mesh.
+        """Moves a pytree of one group to another group, from worker to worker. Returns a reference at once. The arrays become jax
+        arrays over the mesh of the target group.
 
         Args:
-            sharding: a PartitionSpec for all arrays, or a tree of them that is a prefix of the value; None: replicated.
+            ref: the reference to the pytree.
+            to: the name of the target group.
+            sharding: a PartitionSpec for all arrays, or a pytree of PartitionSpecs that is a prefix of the value; None: replicated.
         """
         group = self[to]
         if not isinstance(ref, Ref):
@@ -77,14 +80,16 @@ class Workers(Mapping[str, WorkerGroup]):
         return move_value(ref, group, sharding, self._lock)
 
     def send(self, value: Any, to: str, sharding: Any = None) -> Ref:
-        """Sends a value of this program to a group, which fetches its arrays; returns at once. Until `wait` returns they must not be
-        donated or written to. They become jax arrays over the group's mesh.
+        """Sends a pytree of the controller to a group, which fetches its arrays. Returns a reference at once. Until `wait` of the
+        reference returns, the arrays must not be donated or changed. They become jax arrays over the mesh of the group.
 
         Args:
+            value: a pytree of arrays and plain values.
+            to: the name of the group.
             sharding: as in `move`.
 
         Raises:
-            BadInput: the value has leaves other than arrays and plain values, or an array is not complete in this process.
+            BadInput: the pytree has other leaves, or an array is not complete in this process.
         """
         return send_value(value, self[to], sharding, self._offers)
 
@@ -94,19 +99,20 @@ def open_workers(
     groups: Mapping[str, Group], engine: str = "local", *, logs: str | Path | None = None, address: str | None = None,
     wait: float = 60.0, say: Say | None = None,
 ) -> Iterator[Workers]:  # fmt: skip
-    """Starts groups of workers, which end with the block.
+    """Starts groups of workers, which end with the `with` block.
 
     Args:
+        groups: the groups, by name.
         engine: `local`, `ray` or `inline`.
-        logs: folder for the output of each process, in files `GROUP-RANK.log`; None: output is printed on stderr, with its origin.
-        address: address of the Ray cluster; None: RAY_ADDRESS, or a new Ray on this machine.
-        wait: seconds to wait for room on the Ray cluster.
-        say: called, from threads, with events of groups; None: they are printed on stderr.
+        logs: the folder for the output of each process, in files `GROUP-RANK.log`; None: output is printed on stderr, with its origin.
+        address: the address of the Ray cluster; None: RAY_ADDRESS, or a new Ray on this machine.
+        wait: the time to wait for room on the Ray cluster, in seconds.
+        say: called, from threads, with messages about groups; None: messages are printed on stderr.
 
     Raises:
-        BadInput: a group is not possible.
+        BadInput: the settings of a group are invalid.
         Unsupported: a library that the engine needs is not installed.
-        WorkerLost: a process ended before it had joined.
+        WorkerLost: a process ended before it had joined its group.
         WorkerError: a `start` function raised.
     """
     if engine not in ENGINES:
@@ -143,7 +149,9 @@ def open_workers(
 def _engine(
     engine: str, groups: Mapping[str, Group], logs: str | Path | None, address: str | None, wait: float, stack: ExitStack
 ) -> tuple[Begin, Offers | None]:
-    """What starts a group, and what offers it the controller's arrays."""
+    """Returns a function that starts a group, and the server of the controller's arrays; None if groups are in the controller's
+    process.
+    """
     if engine == "inline":
         from argosy.launch.workers.engines.inline import inline
 

@@ -1,5 +1,5 @@
-"""Arrays of the controller, which groups fetch like each other's (`launch.workers.arrays.transfers`): shard by shard over TCP, from one
-port of the controller, behind a token, each piece with its CRC-32.
+"""Serves arrays of the controller to groups, which fetch them as they fetch arrays of other groups (`launch.workers.arrays.transfers`):
+shard by shard over TCP from one port of the controller. Peers must send a token, and each piece has a CRC-32.
 """
 
 import threading
@@ -17,9 +17,9 @@ HINT = "send arrays and plain values"
 
 
 class Offers:
-    """The arrays that the controller offers.
+    """The arrays that the controller offers to groups.
 
-    host: the address that it listens on, once there is an offer.
+    host: the address that the controller listens on, from the first offer on.
     """
 
     def __init__(self, host: str):
@@ -29,10 +29,10 @@ class Offers:
         self._count, self._lock = 0, threading.Lock()
 
     def offer(self, value: Any) -> TransferSource:
-        """The source from which workers fetch a value, until it is withdrawn.
+        """Offers a pytree to workers until it is withdrawn. Returns the source from which workers fetch it.
 
         Raises:
-            BadInput: it is no tree of arrays and plain values, or an array is not complete in this process.
+            BadInput: the value is no pytree of arrays and plain values, or an array is not complete in this process.
         """
         _, paths, arrays = apart(value, "what is sent", HINT)
         for path, array in zip(paths, arrays):
@@ -60,9 +60,10 @@ class Offers:
 
 
 def send_value(value: Any, group: WorkerGroup, sharding: Any, offers: Offers | None) -> Ref:
-    """Sends a value of the controller to a group.
+    """Sends a pytree of the controller to a group. Returns a reference at once.
 
     Args:
+        sharding: as in `Workers.move`.
         offers: the controller's offers; None if the group is in the controller's process.
     """
     new = Ref(group, "what the controller sent")

@@ -1,4 +1,4 @@
-"""References to values in workers, and the names of functions."""
+"""References to values (pytrees) that workers hold, and the names by which workers find functions."""
 
 import re
 import sys
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class GroupLife(Protocol):
-    """A group from one start to the next: processes (`workers.gang.WorkerGang`), or devices of this process
+    """One life of a group, from a start to the next: processes (`workers.gang.WorkerGang`), or devices of this process
     (`workers.engines.inline.Inline`).
 
-    lost: the error that ended it; None while it lives.
+    lost: the error that ended this life of the group; None while it runs.
     """
 
     lost: WorkerLost | None
@@ -38,10 +38,10 @@ class GroupLife(Protocol):
 
 
 class Ref:
-    """A reference to a value in a group's workers: the result of a function, or of a move. The workers keep the value until the last
-    reference is gone, or `free` is called.
+    """A reference to a value that the workers of a group hold: the result of a function or of a move. The workers keep the value until
+    the last reference is garbage collected, or `free` is called.
 
-    `wait` and `value` raise the function's error. If the group has ended since, they raise WorkerLost.
+    `wait` and `value` raise the error of the function. If the group has ended since, they raise WorkerLost.
     """
 
     def __init__(self, group: "WorkerGroup", what: str):
@@ -58,7 +58,7 @@ class Ref:
         return f"<Ref of {self.what} in `{self.group.name}`, {state}>"
 
     def done(self) -> bool:
-        """Whether `wait` would return or raise at once."""
+        """Whether the value exists or its computation failed, so that `wait` returns or raises at once."""
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> "Ref":
@@ -67,18 +67,18 @@ class Ref:
         Raises:
             WorkerError: the function raised.
             WorkerLost: a worker ended meanwhile.
-            TimeoutError: it takes longer than `timeout` seconds.
+            TimeoutError: the value does not exist after `timeout` seconds.
         """
         self._future.result(timeout)
         return self
 
     @property
     def bytes_moved(self) -> int:
-        """The number of bytes that a move transferred, once it is complete; 0 for the result of a function."""
+        """Waits for a move, and returns the number of bytes that it transferred; 0 for the result of a function."""
         return self._future.result()
 
     def value(self) -> Any:
-        """The value, fetched to the controller. Arrays become complete numpy arrays.
+        """Fetches the value to the controller. Arrays become complete numpy arrays.
 
         Raises:
             BadInput: the processes of the group have different values, or a leaf is neither an array nor a plain value.
@@ -87,7 +87,7 @@ class Ref:
         return self.wait()._there().value(self.number)
 
     def values(self) -> list[Any]:
-        """The values of the group's processes, by rank.
+        """Fetches the value of each process of the group. Returns them by rank.
 
         Raises:
             BadInput: an array is sharded over several processes, or a leaf is neither an array nor a plain value.
@@ -102,25 +102,26 @@ class Ref:
 
     def _check(self) -> None:
         """Raises:
-        BadInput: it was freed.
+        BadInput: the reference was freed.
         """
         if self.freed:
             raise BadInput(f"{self.what} of the group `{self.group.name}` was freed")
 
     def _there(self) -> GroupLife:
-        """Where it is, for what is asked now.
+        """Returns the life of the group that holds the value, for a new request.
 
         Raises:
-            BadInput: it was freed. WorkerLost: its group ended since.
+            BadInput: the reference was freed. WorkerLost: the group has ended since.
         """
         self._check()
         return self._where()
 
     def _where(self) -> GroupLife:
-        """Where it is, or was before it was freed: what was asked before may still use it.
+        """Returns the life of the group that holds the value. Works for freed references too, because earlier requests may still use
+        them.
 
         Raises:
-            WorkerLost: its group ended since.
+            WorkerLost: the group has ended since.
         """
         assert self.life is not None
         self.life.check()
@@ -128,10 +129,10 @@ class Ref:
 
 
 def name_of(function: Any) -> str:
-    """The name `module:function` by which a worker finds a function.
+    """Returns the name `module:function` by which a worker finds a function.
 
     Raises:
-        BadInput: it is no function, or cannot be imported.
+        BadInput: the argument is no function, or the function cannot be imported.
     """
     if isinstance(function, str):
         if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", function):

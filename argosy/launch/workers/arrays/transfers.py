@@ -1,9 +1,9 @@
 """Transfers arrays from the processes of one group to those of another, over TCP, shard by shard.
 
-Each process of the target requests from those of the source the pieces that its devices lack, each piece once, whatever the two
-shardings are: a piece is the intersection of a shard of the source and a shard of the target. Every process listens at its own port,
-behind a token that the controller passes on (`checkpoint.tiers.peers`). Each piece is followed by its CRC-32. The receiver knows the
-size of a piece and reads exactly that many bytes, so the sender cannot make its memory grow.
+A piece is the intersection of a shard of the source and a shard of the target, so any two shardings can be combined. Each process of
+the target requests the pieces that its devices lack, each once, from the processes of the source. Every process listens at its own port
+and demands a token, which the controller passes on (`checkpoint.tiers.peers`). Each piece is followed by its CRC-32. The receiver knows
+the size of a piece and reads exactly that many bytes, so a sender cannot make the receiver's memory grow.
 """
 
 import json
@@ -43,18 +43,18 @@ ASK = "pieces"
 
 
 class PeerGone(ArgosyError):
-    """A process of the source cannot be reached, or ended before it had sent everything."""
+    """A process of the source cannot be reached, or ended before it had sent all pieces."""
 
 
 @dataclass(frozen=True)
 class TransferSource:
-    """A value of a group, to be fetched.
+    """The description of a value of a group, from which another group fetches it.
 
-    group: name of the group.
-    number: number of the value.
-    skeleton: its structure.
-    leaves: for each process, its shards of each array.
-    addresses: where each process listens.
+    group: the name of the group that holds the value.
+    number: the number of the value.
+    skeleton: the pickled structure of the value (`trees`).
+    leaves: for each process, the shards of each array that it holds.
+    addresses: the address at which each process listens.
     """
 
     group: str
@@ -65,10 +65,10 @@ class TransferSource:
 
 
 def check_alike(group: str, leaves: Sequence[Sequence[Leaf]]) -> None:
-    """Checks that the processes agree on the arrays, and on the bytes of process-local arrays.
+    """Checks that the processes of a group agree on the arrays of a value, and on the bytes of process-local arrays.
 
     Raises:
-        BadInput: they do not.
+        BadInput: they do not agree.
     """
     for rank, others in enumerate(leaves[1:], 1):
         for leaf, other in zip(leaves[0], others):
@@ -85,10 +85,12 @@ def check_alike(group: str, leaves: Sequence[Sequence[Leaf]]) -> None:
 
 
 def answer(arrays_of: Callable[[int], Sequence[Any]], rfile: BufferedIOBase, peer: socket.socket) -> None:
-    """Serves a peer that has sent the token.
+    """Sends the pieces that a peer requests, after the peer has sent the token.
 
     Args:
-        arrays_of: returns the arrays of a value, by its number.
+        arrays_of: (number of a value) -> the arrays of the value.
+        rfile: the stream of the peer's requests.
+        peer: the connection to the peer.
     """
     if rfile.readline(100).decode("latin-1").strip() != ASK:
         return
@@ -126,10 +128,10 @@ def _say(peer: socket.socket, error: str) -> None:
 
 @dataclass
 class ShardPiece:
-    """A piece of an array, in transfer from a process of the source to a buffer of this one.
+    """A piece of an array that is transferred from a process of the source to a buffer of this process.
 
-    leaf: index of the array.
-    box: its slices in the array.
+    leaf: the index of the array.
+    box: the slices of the piece in the array.
     into: the buffer.
     """
 
@@ -138,10 +140,10 @@ class ShardPiece:
     into: np.ndarray
 
     def receive(self, peer: socket.socket) -> int:
-        """Fills the buffer. Returns the number of bytes.
+        """Receives the piece into the buffer. Returns the number of bytes.
 
         Raises:
-            Damaged: its checksum is wrong.
+            Damaged: the checksum of the piece is wrong.
             OSError: the connection ended.
         """
         buffer = self.into if self.into.flags.c_contiguous else np.empty(self.into.shape, self.into.dtype)
@@ -159,13 +161,17 @@ class ShardPiece:
 
 
 def pull(source: TransferSource, skeleton: Any, mesh: Mesh, sharding: Any, rank: int) -> tuple[Any, int]:
-    """Fetches a value as arrays over the mesh. Returns it, and the number of bytes that this process received.
+    """Fetches a value as arrays over a mesh. Returns the value, and the number of bytes that this process received.
 
     Args:
-        sharding: a PartitionSpec, or a tree of them that is a prefix of the value; None: replicated.
+        source: the description of the value.
+        skeleton: the structure of the value.
+        mesh: the mesh of this group.
+        sharding: a PartitionSpec, or a pytree of PartitionSpecs that is a prefix of the value; None: replicated.
+        rank: the rank of this process.
 
     Raises:
-        BadInput: the sharding does not fit.
+        BadInput: the sharding does not fit the value.
         PeerGone: a process of the source ended.
         Damaged: bytes arrived changed.
     """
@@ -198,11 +204,11 @@ def pull(source: TransferSource, skeleton: Any, mesh: Mesh, sharding: Any, rank:
 
 
 def placements(skeleton: Any, leaves: Sequence[Leaf], mesh: Mesh, sharding: Any) -> list[NamedSharding]:
-    """The sharding of each array.
+    """Returns the sharding of each array of a value.
 
     Raises:
         BadInput: the sharding is no prefix of the value, names an axis that the mesh lacks, or does not divide an array; or jax would
-            store fewer digits.
+            store an array in a type of lower precision (such as float64 as float32).
     """
     def is_spec(leaf: Any) -> bool:
         return leaf is None or isinstance(leaf, PartitionSpec)
@@ -238,7 +244,11 @@ def placements(skeleton: Any, leaves: Sequence[Leaf], mesh: Mesh, sharding: Any)
 
 
 def fetch_pieces(source: TransferSource, pieces: Mapping[int, list[ShardPiece]]) -> int:
-    """Fetches all pieces, over one connection to each process of the source, at the same time. Returns the number of bytes."""
+    """Fetches pieces from all processes of the source at the same time, over one connection to each. Returns the number of bytes.
+
+    Args:
+        pieces: the pieces to fetch, by the rank of the process that sends them.
+    """
     done: dict[int, int | Exception] = {}
 
     def ask(rank: int) -> None:

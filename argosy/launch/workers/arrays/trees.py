@@ -1,7 +1,7 @@
-"""Splits pytrees of arrays and plain values into parts that are sent between processes.
+"""Splits pytrees of arrays and plain values, so that they can be sent between processes.
 
-A tree is split into its skeleton, in which slots stand for arrays, and the arrays. Skeletons are pickled: a caller of a worker's
-functions can run code there anyway. Arrays are not pickled.
+A pytree is split into its arrays and its skeleton, in which slots stand for the arrays. Skeletons are pickled, which is safe enough
+because a controller can run code in its workers anyway. Arrays are not pickled.
 """
 
 import pickle
@@ -23,27 +23,33 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of an array in a skeleton."""
+    """The placeholder of an array in a skeleton.
+
+    index: the index of the array.
+    """
 
     index: int
 
 
 @dataclass(frozen=True)
 class WorkerValue:
-    """The place of a worker's own value in arguments."""
+    """The placeholder, in the arguments of a function, of a value that the worker holds.
+
+    number: the number of the value.
+    """
 
     number: int
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One process's shards of an array.
+    """The shards of an array that one process holds.
 
-    path: path of the array in the tree.
-    shape: shape of the whole array.
-    dtype: its type.
-    boxes: the slices of its shards, each once.
-    crc: checksum of a process-local array; None for an array that all processes of the group share.
+    path: the path of the array in the pytree.
+    shape: the global shape of the array.
+    dtype: the type of the array.
+    boxes: the slices of the shards, each once.
+    crc: the checksum of a process-local array; None for an array that is sharded over all processes of the group.
     """
 
     path: str
@@ -54,10 +60,12 @@ class Leaf:
 
 
 def apart(tree: Any, label: str, hint: str, keep: tuple[type, ...] = ()) -> tuple[Any, list[str], list[Any]]:
-    """Splits a tree. Returns the skeleton, and the paths and arrays of its slots.
+    """Splits a pytree. Returns the skeleton, the paths of the arrays, and the arrays.
 
     Args:
-        keep: further types that stay in the skeleton.
+        label: the first word of paths, such as "the result".
+        hint: the hint of the error.
+        keep: further types of leaves that stay in the skeleton.
 
     Raises:
         BadInput: a leaf is neither an array nor a plain value.
@@ -82,12 +90,17 @@ def apart(tree: Any, label: str, hint: str, keep: tuple[type, ...] = ()) -> tupl
 
 
 def together(skeleton: Any, arrays: Sequence[Any]) -> Any:
-    """Puts a tree together again."""
+    """Puts a pytree together from its skeleton and its arrays."""
     return jax.tree.map(lambda leaf: arrays[leaf.index] if isinstance(leaf, Slot) else leaf, skeleton)
 
 
 def pack_arguments(arguments: Any, number_of: Callable[[Any], int], kind: type) -> bytes:
-    """The arguments of a function as bytes. Leaves of the type `kind` refer to values of the worker.
+    """Pickles the arguments of a function.
+
+    Args:
+        arguments: a pytree of arrays, plain values and references.
+        number_of: (reference) -> the number of the value that the worker holds.
+        kind: the type of references.
 
     Raises:
         BadInput: a leaf is neither an array nor a plain value.
@@ -99,10 +112,10 @@ def pack_arguments(arguments: Any, number_of: Callable[[Any], int], kind: type) 
 
 
 def unpack_arguments(data: bytes, value_of: Callable[[int], Any]) -> Any:
-    """The inverse of `pack_arguments`; arrays become numpy arrays.
+    """The inverse of `pack_arguments`. Arrays become numpy arrays.
 
     Args:
-        value_of: returns the worker's value of a number, for each `WorkerValue`.
+        value_of: (number) -> the value that the worker holds, for each reference.
     """
     skeleton, arrays = pickle.loads(data)
     return jax.tree.map(lambda leaf: value_of(leaf.number) if isinstance(leaf, WorkerValue) else leaf, together(skeleton, arrays))
@@ -112,7 +125,7 @@ def unpack_arguments(data: bytes, value_of: Callable[[int], Any]) -> Any:
 
 
 def is_own(array: Any) -> bool:
-    """Whether an array is local to this process."""
+    """Whether an array is local to this process: a numpy array, or a jax array only on devices of this process."""
     if isinstance(array, np.ndarray):
         return True
     return array.is_fully_addressable and bool(array.addressable_shards)
@@ -123,19 +136,19 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def box_of(index: Any, shape: Sequence[int]) -> Box:
-    """The slices of a shard, from jax's index."""
+    """Converts jax's index of a shard to the slices (start, stop) of its axes."""
     return tuple(axis_slice.indices(size)[:2] for axis_slice, size in zip(index, shape))
 
 
 def shards_of(array: Any) -> dict[Box, Any]:
-    """This process's shards of an array, each once, by their slices."""
+    """Returns the shards of an array that this process holds, by their slices. Replicas of a shard are listed once."""
     if isinstance(array, np.ndarray):
         return {whole(array.shape): array}
     return {box_of(shard.index, array.shape): shard.data for shard in array.addressable_shards}
 
 
 def describe_tree(tree: Any, several: bool) -> tuple[bytes, list[Leaf]]:
-    """The skeleton as bytes, and this process's shards of each array.
+    """Describes a pytree for a transfer. Returns the pickled skeleton, and the shards of each array that this process holds.
 
     Args:
         several: whether the group has several processes.
@@ -154,24 +167,24 @@ def describe_tree(tree: Any, several: bool) -> tuple[bytes, list[Leaf]]:
 
 
 def as_bytes(array: np.ndarray) -> memoryview:
-    """The bytes of an array in row-major order; an array that is not contiguous is copied."""
+    """Returns the bytes of an array in row-major order. An array that is not contiguous is copied."""
     return bytes_of(np.ascontiguousarray(array))
 
 
 def bytes_of(array: np.ndarray) -> memoryview:
-    """The bytes of a contiguous array, without a copy."""
+    """Returns the bytes of a contiguous array, without a copy."""
     flat: Any = array.reshape(-1).view(np.uint8)
     return memoryview(flat)
 
 
 def overlap(box: Box, other: Box) -> Box | None:
-    """The intersection of two boxes; None if it is empty."""
+    """Returns the intersection of two boxes; None if it is empty."""
     intersection = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other))
     return None if any(start >= stop for start, stop in intersection) else intersection
 
 
 def within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """The slices of the inner box relative to the outer one."""
+    """Returns the slices of `box` relative to the origin of `outer`, which contains it."""
     return tuple(slice(start - origin, stop - origin) for (start, stop), (origin, _) in zip(box, outer))
 
 
