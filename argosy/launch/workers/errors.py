@@ -11,8 +11,8 @@ SHOWN = 12
 class WorkerError(ArgosyError):
     """A function raised in a worker.
 
-    group, rank: the worker.
-    traceback: the text of its traceback.
+    group, rank: the group and the rank of the worker.
+    traceback: the traceback in the worker, as text.
     """
 
     def __init__(self, what: str, group: str, rank: int, traceback: str, hint: str | None = None):
@@ -23,10 +23,10 @@ class WorkerError(ArgosyError):
 class WorkerLost(ArgosyError):
     """A process of a group ended, or did not reply in time. The group and its values are lost.
 
-    group, rank: the process.
-    code: its exit code, negative if a signal ended it; None if it was ended because it did not reply.
-    printed: its last lines of output.
-    meant: whether the controller ended it on purpose.
+    group, rank: the group and the rank of the process.
+    code: the exit code, which is negative if a signal ended the process; None if the process was killed because it did not reply.
+    printed: the last lines of its output.
+    meant: whether the controller ended the process on purpose.
     """
 
     def __init__(
@@ -39,5 +39,5 @@ class WorkerLost(ArgosyError):
         super().__init__(problem, hint=f'workers["{group}"].restart() starts the group again; what it held is gone')
 
     def again(self) -> "WorkerLost":
-        """A copy of this error: raising the same exception repeatedly would make its traceback grow."""
+        """Returns a copy of this error. Raising the same exception object repeatedly would make its traceback grow."""
         return WorkerLost(self.why, self.group, self.rank, self.code, self.printed, self.meant)

@@ -1,7 +1,7 @@
-"""The controller's side of a group's processes: sends them requests, and handles the end of one.
+"""The controller's side of a group's processes. It sends them requests, and handles the end of a process.
 
-The processes of a group live and die together. If one ends, or replies with an error while another waits for it in a collective, all of
-them are killed, and pending calls raise.
+The processes of a group live and die together. If a process ends, or replies with an error while another waits for it in a collective,
+all of them are killed, and pending calls raise.
 """
 
 import pickle
@@ -29,11 +29,11 @@ Start = Callable[[str, Sequence[WorkerProcess]], Sequence[Transport]]
 
 
 class WorkerGang:
-    """One life of a group's processes.
+    """The processes of a group, from one start to their end.
 
     Args:
-        start: starts them, one for each member.
-        stuck: seconds after which a process that has not replied to a call counts as stuck; None: never.
+        start: starts the processes, one for each member.
+        stuck: the seconds after which a process that has not replied to a call counts as stuck; None: never.
         died: called once, from a thread, when the group is lost.
     """
 
@@ -112,11 +112,16 @@ class WorkerGang:
     # ---------------------------------------------------------------- questions
 
     def _all(self, futures: Mapping[int, Future[Any]], stuck: float | None = None, meet: bool = False) -> list[Any]:
-        """The answers of processes, by rank. meet: they may wait for each other, so that one that fails holds the others up.
+        """Waits for the replies of processes, and returns them by rank.
+
+        Args:
+            futures: the replies, by rank.
+            stuck: the seconds after which a process that has not replied counts as stuck; None: never.
+            meet: whether processes may wait for each other, so that one that fails blocks the others.
 
         Raises:
-            WorkerLost: one ended, or took too long. WorkerError: a function raised.
-            ArgosyError: it cannot be done, as a process said.
+            WorkerLost: a process ended, or took too long. WorkerError: a function raised.
+            ArgosyError: a process replied that the request cannot be fulfilled.
         """
         begun, failed = time.monotonic(), None
         pending, rank_of = set(futures.values()), {future: rank for rank, future in futures.items()}
@@ -169,7 +174,7 @@ class WorkerGang:
         self._ask("call", {"number": number, "function": function, "arguments": arguments}, self.stuck, meet=True)
 
     def source(self, number: int) -> TransferSource:
-        """The source of a value that is equal in all processes.
+        """Describes a value that is equal in all processes, so that another group can fetch it.
 
         Raises:
             BadInput: the processes have different values.
@@ -188,7 +193,7 @@ class WorkerGang:
         return sum(self._ask("pull", {"number": number, "source": source, "sharding": pickle.dumps(sharding)}))
 
     def value(self, number: int) -> Any:
-        """A value with numpy arrays. Each byte is fetched once.
+        """Fetches a value with its arrays as numpy arrays. Each byte is transferred once.
 
         Raises:
             BadInput: the processes have different values, or a leaf is neither an array nor a plain value.
@@ -203,7 +208,7 @@ class WorkerGang:
         return self._assemble(source.skeleton, source.leaves[0], number, requests)
 
     def values(self, number: int) -> list[Any]:
-        """The values of each process, by rank.
+        """Fetches the value of each process. Returns them by rank.
 
         Raises:
             BadInput: an array is not complete in each process.
@@ -235,7 +240,7 @@ class WorkerGang:
 
 
 def _as_text(skeleton: bytes) -> str:
-    """The same text for the same values: equal things may be pickled differently."""
+    """Converts a pickled skeleton to a text that is equal for equal skeletons. Equal objects may be pickled differently."""
     import jax
 
     leaves, structure = jax.tree.flatten(pickle.loads(skeleton))

@@ -1,7 +1,7 @@
-"""A group of workers as the controller uses it: ordered calls, and references to their results.
+"""A group of worker processes, as the controller uses it. Calls are ordered, and return references to their results.
 
-Every group has a thread, which runs its calls, moves, restarts and frees one after another. So calls to one group are ordered, and
-calls to different groups run at the same time.
+Every group has a thread in the controller, which runs its calls, moves, restarts and frees one after another. So calls to one group are
+ordered, and calls to different groups run at the same time.
 """
 
 import queue
@@ -29,13 +29,13 @@ LOOK_S = 0.1
 class WorkerGroup:
     """A group of `Workers`.
 
-    started: a reference to the result of its `start` function. While the group restarts, it is the reference of the previous life,
-        which raises WorkerLost.
+    started: the reference to the result of the group's `start` function. While the group restarts, it is the reference from before the
+        restart, which raises WorkerLost.
 
     Args:
-        begin: starts the group; its argument is a function to call when the group is lost.
-        start: the function to call first in every life, with its arguments.
-        restarts: number of automatic restarts.
+        begin: starts the processes of the group. Its argument is a function to call when the group is lost.
+        start: the function that is called first after every start, with its arguments.
+        restarts: the number of automatic restarts.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class WorkerGroup:
     # ---------------------------------------------------------------- for users
 
     def run(self, function: Any, /, *arguments: Any, **kwargs: Any) -> Ref:
-        """Calls a function in every process of the group, after all earlier calls; returns at once.
+        """Calls a function in every process of the group, after all earlier calls. Returns a reference to the result at once.
 
         Args:
             function: `module:function`, or a function that can be imported.
-            arguments: pytrees of arrays, which arrive as numpy arrays, plain values, and references to values of this group.
+            arguments: pytrees of arrays (which arrive as numpy arrays), plain values, and references to values of this group.
 
         Raises:
             BadInput: a worker cannot import the function, an argument has another type or was freed, or the group is closed.
@@ -90,10 +90,10 @@ class WorkerGroup:
         return self.enqueue(Ref(self, name), call)
 
     def restart(self) -> None:
-        """Ends the processes of the group, starts them again, and calls `start`; what they held is gone.
+        """Ends the processes of the group, starts them again, and calls `start`. The values that they held are lost.
 
         Raises:
-            BadInput: the group is closed. ArgosyError: it cannot be started, or `start` raised.
+            BadInput: the group is closed. ArgosyError: the group cannot be started, or `start` raised.
         """
         self._check_open()
         if self._life is not None:
@@ -104,12 +104,12 @@ class WorkerGroup:
 
     @property
     def pids(self) -> list[int]:
-        """The processes, by rank, on the machines where they are."""
+        """The process ids by rank, as on the machines of the processes."""
         return self._life.pids if self._life is not None else []
 
     @property
     def lost(self) -> WorkerLost | None:
-        """Why the group is not there, where it is not."""
+        """The error because of which the group is lost; None while it runs."""
         return self._life.lost if self._life is not None else None
 
     # ---------------------------------------------------------------- its thread
@@ -137,7 +137,13 @@ class WorkerGroup:
     def enqueue(
         self, ref: Ref, do: Callable[[GroupLife, int], int], after: Callable[[BaseException | None], None] = lambda _: None
     ) -> Ref:
-        """Lets the thread make a value. after: is called in any case, with what went wrong."""
+        """Lets the thread of the group make the value of a reference. Returns the reference at once.
+
+        Args:
+            ref: the new reference.
+            do: (life of the group, number of the value) -> the number of bytes that were moved.
+            after: called in any case, with the error; None if there was none.
+        """
         future, number, weak_ref, description = ref._future, ref.number, weakref.ref(ref), ref.what
 
         def work() -> None:
@@ -170,7 +176,7 @@ class WorkerGroup:
             del entry
 
     def open(self) -> Future[None]:
-        """Starts the group; the future says when it has started, or why it has not."""
+        """Starts the group. The returned future is done when the group has started, and raises if it has not."""
         opened: Future[None] = Future()
         self._queue.put(lambda: self._again(opened))
         return opened
@@ -220,12 +226,12 @@ class WorkerGroup:
             self._say(f"the group `{self.name}` could not be started again: {error}")
 
     def shut(self) -> None:
-        """Takes no more calls."""
+        """Refuses further calls."""
         with self._closing:
             self._closed = True
 
     def close(self) -> None:
-        """Ends the group. What is pending raises."""
+        """Ends the group. Pending calls raise."""
         self.shut()
         if self._life is not None:
             self._life.close()
@@ -241,7 +247,7 @@ class WorkerGroup:
 
 
 def close_all(groups: Iterable[WorkerGroup]) -> None:
-    """Ends groups, all at the same time: one that is slow to end holds up no other."""
+    """Ends groups, all at the same time, so that a group that is slow to end does not delay the others."""
     groups = list(groups)
     for group in groups:
         group.shut()
@@ -253,7 +259,13 @@ def close_all(groups: Iterable[WorkerGroup]) -> None:
 
 
 def move_value(ref: Ref, group: WorkerGroup, sharding: Any, lock: threading.Lock) -> Ref:
-    """Brings a value to another group. Both groups do nothing else meanwhile: a later call may reuse the memory of what is moved."""
+    """Moves a value to another group. Returns a reference at once. Both groups run no other calls meanwhile, because a later call may
+    reuse the memory of the value.
+
+    Args:
+        sharding: as in `Workers.move`.
+        lock: admits one move at a time.
+    """
     new, here, over = Ref(group, f"a copy of {ref.what}"), Future(), threading.Event()
 
     def give(life: GroupLife, _: int) -> int:

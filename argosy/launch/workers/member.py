@@ -1,4 +1,4 @@
-"""One process of a group, as the controller has it: what it was asked, what it printed, and whether it has ended."""
+"""One process of a group, as the controller sees it: pending requests, output, and whether the process has ended."""
 
 import pickle
 import threading
@@ -12,7 +12,7 @@ KEPT = 200
 
 
 class Transport(Protocol):
-    """A process, here or elsewhere."""
+    """The connection to a process, on this machine or another."""
 
     pid: int
 
@@ -22,13 +22,13 @@ class Transport(Protocol):
 
 
 class WorkerEnded(Exception):
-    """The process ended before it answered."""
+    """The process ended before it replied."""
 
 
 class WorkerProcess:
     """A process of a group.
 
-    died: called, from a thread, when it has ended.
+    died: called, from a thread, when the process has ended.
     """
 
     def __init__(self, rank: int, print_line: Callable[[str], None], died: Callable[["WorkerProcess"], None]):
@@ -55,7 +55,7 @@ class WorkerProcess:
         return future
 
     def tell(self, kind: str, payload: Any) -> None:
-        """Asks for nothing in return."""
+        """Sends a request that has no reply."""
         self._send(-1, kind, payload)
 
     def _send(self, number: int, kind: str, payload: Any) -> None:

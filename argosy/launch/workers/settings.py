@@ -1,4 +1,4 @@
-"""What a group of workers consists of."""
+"""The description of a group of workers."""
 
 import re
 from collections.abc import Mapping
@@ -17,20 +17,21 @@ OWN = ("ARGOSY_COORDINATOR", "ARGOSY_PROCESSES", "ARGOSY_RANK", ATTEMPT, SUPERVI
 
 @dataclass(frozen=True)
 class Group:
-    """What a group consists of.
+    """The description of a group of workers.
 
     Args:
-        processes: their number. Inline all are one.
-        devices: number of devices of each process: CPU devices, unless it has GPUs.
-        gpus: whether these devices are GPUs; inline the devices are those that there are.
-        mesh: names and sizes of the mesh over the devices of all processes; at most one size is -1, the rest.
-        start: `module:function` or a function, called first in every process in every life of the group, with its arguments:
-            `("mine:build", 3)`. What it returns is `workers[NAME].started`.
-        stuck: seconds after which a call counts as stuck, and the group is ended; None: calls may take as long as they take. Moves and
-            values that are brought never count.
-        restarts: how often the group is started again by itself after a death. Calls that were pending still raise.
-        environment: variables of its processes.
-        cpus: CPUs that Ray reserves for each process.
+        processes: the number of processes. With engine=inline there are none but the controller.
+        devices: the number of devices of each process. They are CPU devices unless `gpus` is set.
+        gpus: whether the devices are GPUs. With engine=inline the devices are those of the controller.
+        mesh: the names and sizes of the axes of the mesh over the devices of all processes. One size may be -1, which stands for the
+            rest.
+        start: the function that is called first in every process after every start of the group: `module:function` or a function, or a
+            tuple with its arguments, such as `("mine:build", 3)`. `workers[NAME].started` is the reference to its result.
+        stuck: the seconds after which a call counts as stuck and the group is ended; None: never. Moves, and fetching values, never
+            count as stuck.
+        restarts: the number of times that the group restarts automatically after a process ended. Calls that were pending still raise.
+        environment: environment variables of the processes.
+        cpus: the number of CPUs that Ray reserves for each process.
     """
 
     processes: int = 1
@@ -45,7 +46,7 @@ class Group:
 
     def check(self, name: str) -> None:
         """Raises:
-        BadInput: a value cannot be.
+        BadInput: a field has an invalid value.
         """
         where = f"group `{name}`"
         if not re.fullmatch(r"[A-Za-z][\w-]*", name):
@@ -63,18 +64,23 @@ class Group:
 
     @property
     def started_with(self) -> tuple[Any, tuple[Any, ...]]:
-        """The function that is called first, and its arguments."""
+        """Returns the function that is called first, and its arguments."""
         function, *arguments = self.start if isinstance(self.start, tuple | list) else (self.start,)
         return function, tuple(arguments)
 
     def hello(self, name: str, rank: int, host: str) -> dict[str, Any]:
-        """What a process is told first."""
+        """Makes the first message to a process, which tells it its group, rank, devices and mesh."""
         sizes = sizes_of(self.mesh, self.processes * self.devices, f"group `{name}`")
         who = {"group": name, "rank": rank, "processes": self.processes}
         return who | {"devices": self.devices, "mesh": sizes, "host": host}
 
     def variables(self, rank: int, coordinator: str, environment: Mapping[str, str]) -> dict[str, str]:
-        """The environment of a process."""
+        """Makes the environment variables of a process.
+
+        Args:
+            coordinator: HOST:PORT of the coordinator.
+            environment: the environment variables that the process inherits.
+        """
         variables = {name: value for name, value in environment.items() if name not in OWN}
         # The number of devices is the group's.
         variables["XLA_FLAGS"] = re.sub(r"--xla_force_host_platform_device_count=\d+", "", variables.get("XLA_FLAGS", "")).strip()

@@ -1,8 +1,8 @@
 """A worker: a process of a group, which calls functions for the controller and keeps their results.
 
-It receives commands over an inherited socket, and ends when that is closed, however the controller ended. Functions are called one
-after another in the main thread. Another thread handles the controller's other requests (fetching and freeing values) meanwhile, and
-further threads send arrays to other groups. A worker trusts its controller, which can call any function in it.
+A worker receives commands over an inherited socket, and ends when the socket is closed, however the controller ended. Functions are
+called one after another in the main thread. Meanwhile another thread handles other requests of the controller (fetching and freeing
+values), and further threads send arrays to other groups. A worker trusts its controller, which can call any function in it.
 """
 
 import importlib
@@ -23,10 +23,10 @@ from argosy.core.process.guard import end_with
 
 
 def function_of(name: str) -> Callable[..., Any]:
-    """The function of a name `module:function`.
+    """Imports the function with the name `module:function`.
 
     Raises:
-        BadInput: there is no such function. Errors of importing its module are passed on.
+        BadInput: there is no such function. Errors that its module raises are passed on.
     """
     module, _, path = name.partition(":")
     try:
@@ -46,7 +46,11 @@ def function_of(name: str) -> Callable[..., Any]:
 
 
 def _failure(error: BaseException, ours: bool) -> dict[str, Any]:
-    """What the controller is told. ours: whether it was found here, before a function of the user's ran."""
+    """Describes an error for the controller.
+
+    Args:
+        ours: whether the worker itself found the mistake, before a function of the user ran.
+    """
     first = (str(error) or type(error).__name__).splitlines()[0]
     out: dict[str, Any] = {"what": f"{type(error).__name__}: {first}"[:1000], "kind": "raised"}
     out["traceback"] = "".join(traceback.format_exception(error))[-20_000:]
@@ -57,9 +61,9 @@ def _failure(error: BaseException, ours: bool) -> dict[str, Any]:
 
 
 class Worker:
-    """The worker's state and its commands.
+    """The state of a worker, and the commands of the controller.
 
-    hello: the identity of this process (`worker_gang.hello`).
+    hello: the controller's first message, which tells this process its group and rank (`workers.settings.Group.hello`).
     """
 
     def __init__(self, controller: Channel, hello: dict[str, Any]):
@@ -76,7 +80,7 @@ class Worker:
             self.controller.send(data)
 
     def listen(self) -> None:
-        """Reads commands until the controller is gone; then this process ends."""
+        """Reads commands until the controller is gone. Then this process ends."""
         while (data := _receive(self.controller)) is not None:
             number, kind, payload = pickle.loads(data)
             if kind in ("call", "pull"):
@@ -100,7 +104,7 @@ class Worker:
     # ---------------------------------------------------------------- commands
 
     def join(self) -> dict[str, Any]:
-        """Joins the other processes of the group. Returns the address at which this one serves its peers."""
+        """Joins the other processes of the group. Returns the address at which this process serves its peers."""
         import jax
 
         from argosy.checkpoint.tiers.peers import Listener
@@ -131,7 +135,7 @@ class Worker:
         return self.objects[number]
 
     def call(self, payload: dict[str, Any]) -> None:
-        """Calls a function, and keeps its result once it is computed."""
+        """Calls a function, waits for the computation of its result, and keeps the result."""
         import jax
 
         from argosy.launch.workers.arrays.trees import unpack_arguments
@@ -149,7 +153,7 @@ class Worker:
         return describe_tree(self.stored(number), several=self.hello["processes"] > 1)
 
     def value(self, payload: dict[str, Any]) -> list[tuple[int, Any, Any]]:
-        """The array shards that the controller requests from this process: (index of the array, box, numpy array)."""
+        """Returns the array shards that the controller requests from this process, each as (index of the array, box, numpy array)."""
         import numpy as np
 
         from argosy.launch.workers.arrays.trees import shards_of
@@ -177,11 +181,11 @@ class Worker:
 
 
 class _Unknown(BadInput):
-    """A mistake that was found before the function ran."""
+    """A mistake that the worker found before the function ran."""
 
 
 def _receive(controller: Channel) -> bytes | None:
-    """The next message; None where the controller has closed its end."""
+    """Waits for the next message and returns it; None if the controller has closed its end."""
     try:
         return controller.receive()
     except EOFError:
@@ -189,10 +193,10 @@ def _receive(controller: Channel) -> bytes | None:
 
 
 def main(descriptor: int) -> None:
-    """Runs the process to its end.
+    """Runs the worker process to its end.
 
     Args:
-        descriptor: file descriptor of its socket.
+        descriptor: the file descriptor of the socket to the controller.
     """
     os.set_inheritable(descriptor, False)
     controller = Channel(descriptor)

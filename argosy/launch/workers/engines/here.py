@@ -1,4 +1,4 @@
-"""The place of a running function: the group of this process, its rank, and its mesh."""
+"""Tells a running function its place: the group of this process, its rank, and its mesh."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 class Here:
     """The place of this process in its group.
 
-    group: name of the group.
-    rank: rank in the group.
-    processes: number of processes of the group.
-    mesh: mesh over all devices of the group, equal in all its processes.
+    group: the name of the group.
+    rank: the rank of this process in the group.
+    processes: the number of processes in the group.
+    mesh: the mesh over all devices of the group, which is equal in all its processes.
     """
 
     group: str
@@ -37,10 +37,10 @@ thread: ContextVar[Here | None] = ContextVar("here", default=None)
 
 
 def here() -> Here:
-    """The place of this process.
+    """Returns the place of this process.
 
     Raises:
-        BadInput: it is no worker.
+        BadInput: this process is no worker.
     """
     place = thread.get() or _Process.here
     if place is None:
@@ -49,15 +49,15 @@ def here() -> Here:
 
 
 def settle(place: Here) -> None:
-    """Sets the place of this process, once."""
+    """Sets the place of this process. It is called once."""
     _Process.here = place
 
 
 def mesh_over(devices: Sequence[Any], sizes: Mapping[str, int]) -> "Mesh":
-    """A mesh of these devices, in their order.
+    """Makes a mesh of devices, in their order.
 
     Args:
-        sizes: the result of `sizes_of`.
+        sizes: the sizes of the axes, as `sizes_of` returns them.
     """
     import numpy as np
     from jax.sharding import Mesh
@@ -66,10 +66,15 @@ def mesh_over(devices: Sequence[Any], sizes: Mapping[str, int]) -> "Mesh":
 
 
 def sizes_of(mesh: Mapping[str, int], devices: int, where: str) -> dict[str, int]:
-    """The axis sizes of a mesh, with -1 replaced.
+    """Returns the axis sizes of a mesh, with -1 replaced by what remains of the devices.
+
+    Args:
+        mesh: the sizes of the axes, of which one may be -1.
+        devices: the number of devices.
+        where: the name of the group, for errors.
 
     Raises:
-        BadInput: their product is not the number of devices.
+        BadInput: the product of the sizes is not the number of devices.
     """
     sizes = dict(mesh)
     product = math.prod(size for size in sizes.values() if size != -1)

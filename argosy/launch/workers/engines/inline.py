@@ -1,7 +1,8 @@
-"""Groups of workers in this process: each has some of its devices, and a thread.
+"""Groups of workers in this process. Each group has some of its devices, and a thread.
 
-Over the proxy of Pathways (JAX_PLATFORMS=proxy) one process has the devices of all machines, and `jax.device_put` moves arrays between
-them without bringing them here. There are no processes that could end: the call raises the errors of a device.
+With the proxy of Pathways (JAX_PLATFORMS=proxy), one process has the devices of all machines, and `jax.device_put` moves arrays between
+devices without a transfer through this process. There are no worker processes that could end. Errors of a device are raised by the
+call.
 """
 
 import itertools
@@ -27,11 +28,11 @@ PROXY = "proxy"
 
 
 def inline(groups: Mapping[str, Group]) -> Callable[[str, Callable[[WorkerLost], None]], "Inline"]:
-    """A function that starts a group.
+    """Divides the devices of this process among groups. Returns a function that starts a group.
 
     Raises:
         BadInput: there are too few devices.
-        Unsupported: a group needs separate processes.
+        Unsupported: a setting of a group needs separate processes.
     """
     for name, group in groups.items():
         if wrong := [field for field in ("stuck", "environment", "restarts") if getattr(group, field)]:
@@ -134,15 +135,15 @@ class Inline:
 
 
 def _apart_from(array: Any, mesh: jax.sharding.Mesh) -> Any:
-    """A copy, where the array is on devices of the mesh, or numpy's: `device_put` may keep its buffers, which a call that donates the
-    original deletes, or its owner writes to."""
+    """Copies an array if it is a numpy array or is on devices of the mesh. Otherwise `device_put` might share its buffers, and a call
+    that donates the original would delete them, or its owner might change them."""
     if isinstance(array, np.ndarray):
         return np.array(array)
     return jax.numpy.copy(array) if isinstance(array, jax.Array) and array.devices() & set(mesh.devices.flat) else array
 
 
 def _bytes_of(array: jax.Array) -> int:
-    """The bytes of all its shards; those that are alike count once."""
+    """Returns the bytes of all shards of an array. Replicas of a shard count once."""
     boxes = {str(index): shard for shard in array.addressable_shards for index in [shard.index]}
     return sum(shard.data.nbytes for shard in boxes.values())
 

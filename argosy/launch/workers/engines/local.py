@@ -1,4 +1,4 @@
-"""Workers that are processes of this machine."""
+"""Workers that are processes on this machine."""
 
 import os
 import sys
@@ -60,14 +60,14 @@ class LocalWorkers:
 
 
 class Printer:
-    """The destination of a group's output lines."""
+    """Writes the output lines of a group to files, or to stderr."""
 
     def __init__(self, name: str, logs: str | Path | None):
         self.name, self.logs = name, logs
         self._files: dict[int, LogFile] = {}
 
     def line(self, rank: int, line: str) -> None:
-        """Writes a line. It never raises: the thread that reads a process's pipe must go on."""
+        """Writes a line. It never raises, because the thread that reads a process's pipe must go on."""
         if self.logs is None:
             show(f"[{self.name} {rank}] {line}\n".encode(errors="replace"))
             return

@@ -1,5 +1,5 @@
-"""Starts the process of a worker, and reports its messages, its output and its end. The controller uses it for processes of its own
-machine, and Ray's actors for theirs.
+"""Starts the process of a worker, and reports its messages, its output and its end. The controller uses this module for processes on
+its machine, and Ray's actors use it for theirs.
 """
 
 import json
@@ -32,14 +32,14 @@ _starter = ThreadPoolExecutor(1, thread_name_prefix="starts workers")
 
 
 class Process:
-    """A worker's process.
+    """The process of a worker.
 
     Args:
-        hello: its first message; its parent is added.
-        paths: the controller's import paths, which are appended to its own.
-        heard: called, from a thread, with each message.
-        printed: called, from a thread, with each line of output.
-        ended: called once, from a thread, with the exit code, which is negative if a signal ended it.
+        hello: the first message to the process, to which the id of its parent is added.
+        paths: the controller's import paths, which are appended to those of the process.
+        heard: called, from a thread, with each message of the process.
+        printed: called, from a thread, with each line of its output.
+        ended: called once, from a thread, with its exit code, which is negative if a signal ended the process.
     """
 
     def __init__(
@@ -65,17 +65,18 @@ class Process:
             thread.start()
 
     def send(self, data: bytes) -> None:
-        """Sends a message, from a thread, so that a stopped process delays nobody."""
+        """Sends a message to the process. A thread writes it, so that a stopped process does not delay the caller."""
         self._out.put(data)
 
     def kill(self) -> None:
-        """Kills it and all processes that its functions have started, even after its own end: it has its own session."""
+        """Kills the process and all processes that its functions have started, which are in the same session. This works even after the
+        process itself has ended."""
         with self._killing, suppress(OSError):
             if not self._over:
                 os.killpg(self.child.pid, signal.SIGKILL)
 
     def leave(self) -> None:
-        """Asks it to end, by closing its socket."""
+        """Asks the process to end, by closing its socket."""
         with suppress(OSError):
             self.child.socket.shutdown(socket.SHUT_RDWR)
 

@@ -1,4 +1,4 @@
-"""Workers on a Ray cluster: each is the child of an actor, as the processes of a run are (`launch.ray`).
+"""Workers on a Ray cluster. Each worker is the child of an actor, as the processes of a run are (`launch.ray`).
 
 Messages between the controller and a worker pass through the actor, over Ray's own connections. Arrays are sent from worker to worker
 directly. If the cluster is one machine, workers listen only on its loopback address.
@@ -26,7 +26,7 @@ KILLED = -9
 
 
 class Keeper:
-    """The actor: it starts one process, and forwards messages in both directions. Its methods run in threads."""
+    """The Ray actor that starts one process, and forwards messages in both directions. Its methods run in threads."""
 
     def __init__(self) -> None:
         self._process: Process | None = None
@@ -35,7 +35,7 @@ class Keeper:
         self._some = threading.Condition()
 
     def address(self) -> tuple[str, int]:
-        """The address of this machine, and a port that this actor reserves."""
+        """Returns the address of this machine, and a port that this actor reserves."""
         self._port = self._port or HeldPort("")
         return engine.ray().util.get_node_ip_address(), self._port.number
 
@@ -43,7 +43,18 @@ class Keeper:
         self, name: str, group: Group, rank: int, coordinator: str, host: str, passed_on: Mapping[str, str], folder: str,
         paths: list[str],
     ) -> int:  # fmt: skip
-        """Starts the process; returns its id."""
+        """Starts the process, and returns its id.
+
+        Args:
+            name: the name of the group.
+            group: the settings of the group.
+            rank: the rank of the process.
+            coordinator: HOST:PORT of the coordinator.
+            host: the address at which the worker listens.
+            passed_on: environment variables of the controller.
+            folder: the working directory.
+            paths: the controller's import paths.
+        """
         variables = group.variables(rank, coordinator, {**os.environ, **passed_on})
         callbacks = [self._teller(kind) for kind in ("heard", "prints", "ended")]
         self._process = Process(group.hello(name, rank, host), variables, folder, paths, *callbacks)
@@ -58,7 +69,7 @@ class Keeper:
         return tell
 
     def news(self) -> list[tuple[str, Any]]:
-        """Messages and output of the process, and its end. Waits briefly for news."""
+        """Returns new messages and output of the process, and its end. Waits briefly if there is nothing new."""
         with self._some:
             self._some.wait_for(lambda: self._news, engine.LOOK_S)
             news, self._news = self._news, []
@@ -71,7 +82,7 @@ class Keeper:
 
 
 class RayWorker:
-    """The process of an actor, as a group uses it."""
+    """The process of an actor, as a group of workers uses it (`Transport`)."""
 
     def __init__(self, actor: Any, member: WorkerProcess, pid: int):
         self.actor, self.member, self.pid = actor, member, pid
@@ -104,7 +115,7 @@ class RayWorker:
 
 
 class RayWorkers:
-    """Starts groups on a cluster, to which this process is connected meanwhile."""
+    """Starts groups on a Ray cluster, to which this process stays connected."""
 
     def __init__(self, groups: Mapping[str, Group], address: str | None, wait: float):
         self.groups, self.wait = dict(groups), wait
@@ -127,10 +138,10 @@ class RayWorkers:
         self._connected.__exit__(None, None, None)
 
     def __call__(self, name: str, members: Sequence[WorkerProcess]) -> list[Transport]:
-        """The processes of a group.
+        """Starts the processes of a group, and returns them by rank.
 
         Raises:
-            ArgosyError: the cluster has no room for them in time, or does not start them.
+            ArgosyError: the cluster has no room for the processes in time, or does not start them.
         """
         self._give_back(name)
         group = self.groups[name]
