@@ -114,7 +114,7 @@ def tokenizer_of(a: "Assembly") -> str:
 
 
 def _family_of(settings: Run) -> str:
-    """The name of the model's family."""
+    """Returns the name of the model's family."""
     from argosy.core.settings import dump
 
     return str(dump(settings)["model"]["family"])

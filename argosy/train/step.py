@@ -83,7 +83,7 @@ def make_step(
         return _gradients(total, slots(state.params), state.rest)
 
     def shared(state: TrainState, frozen: Frozen, parts: Batch, key: Array) -> Batch:
-        """The numbers that every part reads of the whole batch."""
+        """Computes the means over the whole batch that every micro-batch reads (`Objective.batch_means`)."""
         models = models_for(state.params, state.rest, frozen)
         means = _summed(lambda part, key: objective.batch_means(models, part, key), parts, key)
         return {name: mean.value() for name, mean in means.items()}
@@ -202,7 +202,11 @@ def steps_of(optimizer: Any, step: Array) -> Array:
 
 def _models(graph: Any, precision: Precision, roles: Mapping[str, Any]) -> Callable[..., Models]:
     def models(params: Leaves, rest: Leaves, frozen: Frozen, key: Array | None = None) -> Models:
-        """key: of a training pass, from which the adapters' dropout and stochastic rounding are drawn."""
+        """Builds all models by role.
+
+        Args:
+            key: the random key for the dropout of adapters and stochastic rounding; None outside of training.
+        """
         if set(frozen) != set(roles):
             raise ValueError(f"frozen models {sorted(frozen)} given, {sorted(roles)} declared")
         others = {role: model_for(roles[role], precision, leaves) for role, leaves in frozen.items()}

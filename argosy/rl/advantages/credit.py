@@ -128,7 +128,7 @@ def turn_advantages(policy: Policy, of: RolloutRewards, turns: EpisodeTurns, pen
 
 
 def rewards_of_turns(of: RolloutRewards, turns: EpisodeTurns) -> np.ndarray:
-    """The environment's rewards by turn, times their weight [B K]."""
+    """Returns the environment's reward of each turn, times its weight, [B K]."""
     return np.float32(of.weights[0]) * turns.rewards
 
 

@@ -136,5 +136,5 @@ def deviation(apart: Float[Array, "..."], count: Float[Array, "..."], axis: int 
 
 
 def share_where(where: Bool[Array, "..."], dtype: jnp.dtype) -> WeightedMean:
-    """The share of entries that are true."""
+    """Returns a metric, the share of entries that are true."""
     return mean_where(where.astype(dtype), jnp.ones(where.shape, dtype))

@@ -1,6 +1,6 @@
-"""The settings of environments, without jax. Each class of settings names the environment class that its processes load.
+"""The settings of environments, without jax. Each class of settings names the environment class that processes load.
 
-A named environment is a set of defaults with settings of its own; `environment=FILE.py:CLASS` is `custom` with that class.
+A named environment is a class of settings. `environment=FILE.py:CLASS` chooses `custom` with the user's environment class.
 """
 
 import os
@@ -79,10 +79,10 @@ class EnvironmentSettings(Settings):
         return value
 
     def source(self) -> dict[str, Any]:
-        """The description from which a process loads the environment (`EnvironmentPool`).
+        """Returns the description from which a process loads the environment (`EnvironmentPool`).
 
         Raises:
-            UserError: it cannot be found, or cannot run here.
+            UserError: the environment cannot be found, or cannot run here.
         """
         raise NotImplementedError
 
@@ -222,13 +222,18 @@ class GuessEnvironment(EnvironmentSettings):
 
 
 def builtin_source(name: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    """The source description of an environment that comes with Argosy."""
+    """Returns the source description of an environment that comes with Argosy.
+
+    Args:
+        name: the module and the class, MODULE:CLASS.
+        args: keyword arguments of the class.
+    """
     module, _, class_name = name.partition(":")
     return {"of": module, "module": f"{OWN}.{module}", "function": class_name, "args": dict(args)}
 
 
 def file_source(of: str) -> dict[str, Any]:
-    """The source description of a class or function, named as FILE.py:NAME or package.module:NAME. A file is read here, once.
+    """Returns the source description of a class or function, named as FILE.py:NAME or package.module:NAME. A file is read here, once.
 
     Raises:
         BadInput: there is no such file.
@@ -240,16 +245,20 @@ def file_source(of: str) -> dict[str, Any]:
 
 
 def environment_summary(settings: EnvironmentSettings) -> str:
-    """An environment in words, for the header of a run."""
+    """Describes an environment for the header of a run."""
     name = settings.of if isinstance(settings, CustomEnvironment) else type(settings).__name__.removesuffix("Environment").lower()
     return f"{name}, at most {plural(settings.turns, 'turn')}"
 
 
 def open_table(settings: EnvironmentSettings, prompts: "Prompts", held_out: "Prompts | None") -> "EpisodeSetup":
-    """Starts the processes of an environment, and tries it with its prompts and their template.
+    """Starts the server process of an environment, and checks that the environment fits the prompts and their chat template.
+
+    Args:
+        prompts: the prompts of the run.
+        held_out: the prompts of the evaluation.
 
     Raises:
-        UserError: it cannot be used, or does not fit the prompts.
+        UserError: the environment cannot be used, or does not fit the prompts.
     """
     from argosy.infer.tools.notations import KNOWN, find_notation
     from argosy.rl.environments.pool import EnvironmentPool

@@ -11,5 +11,5 @@ def call_with(function: Callable[..., Any], **offers: Any) -> Any:
 
 
 def parameter_names(function: Callable[..., Any]) -> set[str]:
-    """The names of a function's parameters."""
+    """Returns the names of a function's parameters."""
     return set(inspect.signature(function).parameters)

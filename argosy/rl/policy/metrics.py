@@ -46,7 +46,7 @@ class EffectiveShare(NamedTuple):
         return EffectiveShare(*(a + b for a, b in zip(self, other)))
 
     def value(self) -> Float[Array, ""]:
-        """The share; 0 if every weight is 0."""
+        """Returns the share; 0 if every weight is 0."""
         below = self.number * self.squares
         return jnp.where(below == 0, 0.0, self.total**2 / jnp.where(below == 0, 1.0, below))
 
@@ -56,12 +56,12 @@ Metrics = dict[str, Metric]
 
 
 def mean_where(values: Float[Array, "..."], mask: Float[Array, "..."]) -> WeightedMean:
-    """The mean of the values where the mask is 1; the other values may be NaN."""
+    """Computes the mean of the values where the mask is 1. The other values may be NaN."""
     return WeightedMean(jnp.sum(jnp.where(mask > 0, values, 0.0)), jnp.sum((mask > 0).astype(values.dtype)))
 
 
 def highest_where(values: Float[Array, "..."], mask: Float[Array, "..."]) -> Highest:
-    """The largest of the values where the mask is 1. The values must be nonnegative."""
+    """Computes the largest of the values where the mask is 1. The values must be nonnegative."""
     return Highest(jnp.max(jnp.where(mask > 0, values, 0.0), initial=0.0))
 
 

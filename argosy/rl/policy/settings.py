@@ -149,7 +149,7 @@ class Policy(TokenObjective):
         return self
 
     def _broken(self) -> Iterator[str]:
-        """The rules between the parts that do not hold."""
+        """Yields a sentence for each rule between these settings that does not hold."""
         if self.normalize == "each" and self.comparison != "grpo":
             yield f"normalize=each is for advantages=grpo, not {self.advantages}"
         if self.scale != "group" and self.comparison != "grpo" and not is_file(self.comparison):
@@ -164,7 +164,7 @@ class Policy(TokenObjective):
             yield f"dual is for loss=ppo, not {self.loss}"
 
     def _broken_by_credit(self) -> Iterator[str]:
-        """Why turns cannot be credited apart."""
+        """Yields a sentence for each reason why turns cannot be credited one by one under these settings."""
         by = self.credit.by
         if by == "answer":
             return
@@ -180,7 +180,7 @@ class Policy(TokenObjective):
             yield f"normalize=each compares one number an answer of every reward: it is for credit.by=answer, not {by}"
 
     def _idle(self) -> Iterator[str]:
-        """The settings that mean nothing here and are not the default."""
+        """Yields a sentence for each setting that was changed from its default but has no effect."""
         idle: dict[str, tuple[str, ...]] = {}
         if self.critic is not None:
             idle["with a critic the advantages are against its values"] = ("advantages", "scale", "normalize")
@@ -225,7 +225,7 @@ class Policy(TokenObjective):
         return fields_of(self)
 
     def __call__(self, models: Any, batch: Any, key: Any) -> Any:
-        """The loss of a batch, a `train.objectives.loss.Loss`."""
+        """Computes the loss of a batch, a `train.objectives.loss.Loss`."""
         from argosy.rl.policy.objective import policy_loss
 
         return policy_loss(self, models, batch)

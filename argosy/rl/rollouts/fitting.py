@@ -47,7 +47,11 @@ def next_that_fit(
 
 
 def length_warning(prompt: Prompt, longest: int) -> str:
-    """The warning about a prompt that is too long."""
+    """Makes the warning about a prompt that is too long.
+
+    Args:
+        longest: the largest length of a prompt in tokens.
+    """
     return (
         f"{prompt.where}: a prompt of {len(prompt.tokens)} tokens leaves no room for an answer and is passed over, as are others of "
         f"more than {longest} (data.sequence - rollout.tokens)"
@@ -80,7 +84,7 @@ def check_sizes(batch: int, rollout: Rollout, shape: PartShape, most: int | None
 
 
 def no_room(sequence: int, tokens: int) -> BadInput:
-    """The error that a row has no room for a prompt before a completion of `tokens` tokens."""
+    """Makes the error that a row has no room for a prompt before a completion of `tokens` tokens."""
     problem = f"data.sequence = {sequence} has no room for a prompt before an answer of {tokens} tokens"
     hint = f"rollout.tokens={max(1, sequence // 2)}, or a longer data.sequence, at most the model's context"
     return BadInput(problem, where="rollout.tokens", hint=hint)

@@ -129,7 +129,12 @@ class NoScores:
 
 
 def cut_warning(cut: float, number: int) -> str:
-    """The warning that more than half of the completions were cut."""
+    """Makes the warning that more than half of the completions of a rollout were cut.
+
+    Args:
+        cut: the share of completions that were cut.
+        number: the number of the rollout.
+    """
     return f"{cut:.0%} of the completions of rollout {number} were cut at rollout.tokens before they ended (answers/cut)"
 
 

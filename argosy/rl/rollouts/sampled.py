@@ -26,7 +26,7 @@ class SampledRollout:
     place: the index of the next prompt after this rollout.
     failed: the numbers of missing rewards and of processes that ended, by metric.
     clock: the seconds spent, by metric.
-    source: where the completions are from: `own` (the policy), `teacher` or `data`.
+    source: the origin of the completions: `own` (the policy), `teacher` or `data`.
     """
 
     number: int = 0

@@ -98,7 +98,7 @@ class Rollout(Settings):
     """Processes for reward functions. None: one per core, at most 8."""
 
     def rows_over(self, shares: int) -> int:
-        """Number of rows in a part that is split into `shares`."""
+        """Returns the number of rows in a micro-batch whose rows are split into `shares`, such as devices."""
         return self.rows or shares * max(1, -(-LEAST_ROWS // shares))
 
     @property
@@ -113,7 +113,7 @@ class Rollout(Settings):
         return self
 
     def _broken(self) -> Iterator[str]:
-        """The rules between the settings that do not hold."""
+        """Yields a sentence for each rule between these settings that does not hold."""
         if self.overlong > self.tokens:
             yield f"overlong = {self.overlong} is above tokens = {self.tokens}"
         if self.processes is not None and self.devices is not None:

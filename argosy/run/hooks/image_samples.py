@@ -76,7 +76,7 @@ class Drawings:
         self.prompts = [texts[i % len(texts)] for i in range(run.sample.images)]
 
     def draw(self, module: Any) -> np.ndarray:
-        """The grid's images with these weights, uint8 [N H W 3]."""
+        """Draws the images of the grid with these weights, uint8 [N H W 3]."""
         run = self.assembly.run
         # The autoencoder is read for each grid: in between, its memory is the training's.
         more: Any = {"prompts": self.assembly.prompts, "dtype": self.assembly.decided.dtype}
@@ -98,7 +98,7 @@ class SteeredDrawings:
         self.controls = prompts.controls[np.arange(self.columns) % len(prompts.controls)]
 
     def draw(self, module: Any) -> np.ndarray:
-        """The grid's images with these weights, uint8 [N H W 3]."""
+        """Draws the images of the grid with these weights, uint8 [N H W 3]."""
         a, run, size = self.assembly, self.assembly.run, self.controls.shape[1:3]
         denoiser = model_for(a.roles[STEERED].graph, a.decided.precision, a.frozen[STEERED])
         options: Any = {"prompts": a.prompts, "dtype": a.decided.dtype, "controlnets": [module]}
@@ -127,7 +127,7 @@ class LearnedDrawings:
         self.prompts = [texts[i % len(texts)] for i in range(run.sample.images)]
 
     def draw(self, module: Any) -> np.ndarray:
-        """The grid's images with these weights, uint8 [N H W 3]."""
+        """Draws the images of the grid with these weights, uint8 [N H W 3]."""
         a, run = self.assembly, self.assembly.run
         unet = model_for(a.roles[UNET].graph, a.decided.precision, a.frozen[UNET])
         rows = [np.asarray(module.rows(name)) for name in run.model.encoders]
@@ -157,7 +157,7 @@ class Reconstructions:
         batches.rewind()
 
     def draw(self, module: Any) -> np.ndarray:
-        """The grid's images with these weights, uint8 [N H W 3]."""
+        """Draws the images of the grid with these weights, uint8 [N H W 3]."""
         before = self.images / 2 + 0.5
         autoencoder = ImageAutoencoder(module)
         return as_uint8(in_color(np.concatenate([before, autoencoder.decode(autoencoder.encode(before))])))

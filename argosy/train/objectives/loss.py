@@ -30,7 +30,7 @@ class WeightedMean(NamedTuple):
         return WeightedMean(self.total + other.total, self.weight + other.weight)
 
     def value(self) -> Float[Array, ""]:
-        """The mean; zero if the weight is zero."""
+        """Returns the mean; zero if the weight is zero."""
         return jnp.where(self.weight == 0, 0.0, self.total / jnp.maximum(self.weight, 1e-30))
 
 

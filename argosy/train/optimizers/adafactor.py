@@ -64,7 +64,7 @@ class Adafactor(Optimizer):
             return address in views and min(views[address].sizes(shape)) >= self.factored
 
         def numbers(address: str) -> tuple[int, ...]:
-            """The axes of one matrix, or of one layer of any other weight."""
+            """Returns the axes of one matrix, or of one layer of a weight that is no matrix."""
             meaning, stored = meanings[address]
             view = views.get(address)
             return tuple(range(stored - len(meaning.letters), stored)) if view is None else view.rows + view.columns

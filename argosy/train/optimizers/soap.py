@@ -77,7 +77,7 @@ class SOAP(MatrixOptimizer):
         import optax
 
         def sides(address: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-            """The axes of the sides that have a basis."""
+            """Returns the axes of the sides of a matrix that have a basis, by side."""
             view = views[address]
             sizes = dict(zip(SIDES, view.sizes(shape)))
             return {side: axes for side, axes in zip(SIDES, (view.rows, view.columns)) if sizes[side] <= self.largest}
@@ -96,7 +96,7 @@ class SOAP(MatrixOptimizer):
             return SoapState(jnp.zeros((), jnp.int32), *zeros, *factors)
 
         def matrix_update(address: str, g: Any, state: SoapState) -> tuple[Any, dict[str, Any]]:
-            """The update of a weight, and its new state by field."""
+            """Computes the update of a weight, and its new state by field."""
             view, count, shape = views[address], state.count, g.shape
             axes = sides(address, shape)
             bases = {side: view.collected(getattr(state, f"{side}_basis")[address]) for side in axes}

@@ -22,7 +22,7 @@ def _cosine(student: Float[Array, "B T D"], teacher: Float[Array, "B T D"]) -> F
 
 
 def _mse(student: Float[Array, "B T D"], teacher: Float[Array, "B T D"]) -> Float[Array, "B T"]:
-    """The mean squared difference of hidden states."""
+    """Computes the mean squared difference of hidden states."""
     return jnp.mean((student - teacher) ** 2, -1)
 
 

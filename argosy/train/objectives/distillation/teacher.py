@@ -17,7 +17,7 @@ ROLE = "teacher"
 class LayerTerms:
     """Comparisons of layers, in addition to the comparison of distributions. By default there are none.
 
-    hidden: how hidden states are compared.
+    hidden: the distance by which hidden states are compared; "none" if they are not.
     hidden_weight: the weight of this comparison in the loss.
     layers: the pairs {layer of the student: layer of the teacher} to compare. If empty, the inputs of the heads and the relations of
         the last layers are compared.

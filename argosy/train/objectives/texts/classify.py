@@ -56,7 +56,7 @@ class Classify(Settings, Objective):
         return with_routers(loss, model, aux, jnp.sum(batch["live"], 1))
 
     def derived(self, figures: dict[str, float]) -> dict[str, float]:
-        """The mean F1 of the classes, and the accuracy of always answering the most frequent class."""
+        """Computes the mean F1 of the classes, and the accuracy of always answering the most frequent class."""
         metrics = {}
         if f1 := [value for name, value in figures.items() if name.startswith(F1)]:
             metrics["f1_macro"] = sum(f1) / len(f1)
