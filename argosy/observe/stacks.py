@@ -1,7 +1,7 @@
-"""Where every thread of a process is, when it does not go on: written by the system's own thread, so also while Python waits in XLA.
+"""Writes the stacks of all threads when a process is stuck. A thread outside of Python writes them, also while Python waits in XLA.
 
-A peer that is alive but stuck is noticed by nothing in jax (jax-ml/jax#38503): its heartbeats go on. So each process of a run arms a
-timer at every step; when it runs out, the stacks go to a file and the process ends.
+jax does not notice a peer that is alive but stuck (jax-ml/jax#38503), because its heartbeats go on. So each process of a run sets a
+timer at every step. When the timer expires, the stacks are written to a file and the process ends.
 """
 
 import faulthandler
@@ -18,27 +18,28 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-# The timer is set anew at most this often: it starts a thread.
+# The least seconds between two settings of the timer, because each setting starts a thread.
 EVERY_S = 1.0
-# What counts as stuck: this long, and so many times as long as the slowest step before.
+# A step counts as stuck after at least this many seconds, and this many times the slowest step before.
 LEAST_S, TIMES = 30.0, 10
 
 
 def write_when_asked(file: IO[Any]) -> None:
-    """Writes the stacks of all threads to a file at SIGUSR1, with which a supervisor asks where processes are."""
+    """Lets the process write the stacks of all threads to a file when it receives SIGUSR1, which a supervisor sends."""
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
 
 
 class Watchdog:
-    """Ends the process if it does not call `alive` in time, after it wrote the stacks of all threads.
+    """Writes the stacks of all threads and ends the process if it does not call `alive` in time.
 
-    How long a step may take follows from the steps before: ten times the slowest, at least 30 s, at most `limit_s`. The first, which is
-    compiled, and what is done `patiently` (evaluations, checkpoints) may take `limit_s`.
+    The limit of a step is ten times the slowest step before, at least 30 s and at most `limit_s`. The first step, which is compiled,
+    and functions that run `patiently` (evaluations, checkpoints) may take `limit_s`.
 
     Args:
-        stacks: the file to write them to; by default stderr.
-        later_s: added to every limit.
+        limit_s: the longest limit, in seconds.
+        stacks: the file for the stacks. The default is stderr.
+        later_s: the seconds that are added to every limit.
     """
 
     def __init__(self, limit_s: float, stacks: Path | None = None, later_s: float = 0.0):
@@ -50,11 +51,11 @@ class Watchdog:
         self._arm(limit_s)
 
     def alive(self) -> None:
-        """A step is over."""
+        """Restarts the timer. Called after every step."""
         now = time.monotonic()
         took, self._last = now - self._last, now
         if self._slowest is None:
-            # The first had a compilation in it.
+            # The first step included a compilation.
             self._slowest = 0.0
         else:
             self._slowest = max(self._slowest, took)
@@ -62,7 +63,7 @@ class Watchdog:
             self._arm(self._step_s())
 
     def patiently(self, do: Callable[[T], R]) -> Callable[[T], R]:
-        """The same function, which may take as long as it needs up to `limit_s`, and is not counted as part of a step."""
+        """Returns the same function, which may take up to `limit_s` and does not count as part of a step."""
 
         def done(argument: T) -> R:
             self._arm(self.limit_s)
@@ -70,13 +71,13 @@ class Watchdog:
                 return do(argument)
             finally:
                 self._last = time.monotonic()
-                # At once: the leader, whose next step begins, would end before this process has said where it is stuck.
+                # Set at once. Otherwise the leader, whose next step begins, might end before this process has written its stacks.
                 self._arm(self._step_s())
 
         return done
 
     def _step_s(self) -> float:
-        """How long a step may take."""
+        """Returns the seconds that a step may take."""
         return self.limit_s if self._slowest is None else min(self.limit_s, max(LEAST_S, TIMES * self._slowest))
 
     def close(self) -> None:
@@ -91,7 +92,8 @@ _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+( \[[^\]]*\])? \(most
 
 
 def fold_stacks(texts: Mapping[int, str]) -> str:
-    """The stacks of several processes, those that are alike once. texts: what `faulthandler` wrote, by rank."""
+    """Joins the stacks of several processes to one text, in which equal stacks appear once. `texts`: the output of `faulthandler`, by
+    rank."""
     seen: dict[str, list[int]] = {}
     for rank, text in sorted(texts.items()):
         stacks = Counter(_stacks(text))
@@ -104,7 +106,7 @@ def fold_stacks(texts: Mapping[int, str]) -> str:
 
 
 def _stacks(text: str) -> list[str]:
-    """The stack of each thread, without its number."""
+    """Returns the stack of each thread, without the number of the thread."""
     out: list[list[str]] = []
     for line in text.splitlines():
         if _THREAD.match(line):
@@ -112,22 +114,22 @@ def _stacks(text: str) -> list[str]:
         elif line.startswith("  File ") and out:
             out[-1].append(line)
         elif not line.startswith("  "):
-            # What follows the stacks, such as the list of extension modules.
+            # Text after the stacks, such as the list of extension modules.
             out.append([])
     return ["\n".join(stack) for stack in out if stack and not _is_idle(stack)]
 
 
-# Where a thread waits for work: file and function of its last frame.
+# The file and the function of the last frame of a thread that waits for work.
 _WAITS = re.compile(r'(threading\.py|queue\.py|selectors\.py|concurrent/futures/thread\.py)", line \d+ in (wait|get|select|_worker)$')
 
 
 def _is_idle(stack: list[str]) -> bool:
-    """Whether a thread other than the main one waits for work, which says nothing of why the process does not go on."""
+    """Whether a thread other than the main one waits for work, which does not explain why the process is stuck."""
     return stack[-1].endswith(" in _bootstrap") and _WAITS.search(stack[0]) is not None
 
 
 def _ranges(ranks: list[int]) -> str:
-    """0-3, 7"""
+    """Formats ranks as ranges: 0-3, 7."""
     out: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if out and out[-1][-1] == rank - 1:

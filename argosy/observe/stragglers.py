@@ -1,15 +1,15 @@
-"""Which process of a run the others wait for.
+"""Finds the process of a run that the others wait for.
 
-In synchronous training a step takes as long in all processes, because those that are fast wait for the slowest inside the step. So what
-is compared is what each spends by itself:
+In synchronous training a step takes equally long in all processes, because fast processes wait for the slowest one inside the step. So
+the times that each process spends by itself are compared:
 
-    data       seconds until its next batch is there
-    host       seconds in Python beside: callbacks, logging, garbage collection
-    stalls     seconds in which it did not run at all: stopped, or kept from a processor
+    data       seconds of waiting for the next batch
+    host       seconds of other Python code: callbacks, logging, garbage collection
+    stalls     seconds in which the process did not run, because it was stopped or had no processor
     device     seconds of a program without collectives, the same on every device
 
-Time of the host counts only where the devices were idle when it ended (`exposed`): what is done while they compute holds nobody up.
-This module knows no processes and no devices, only the numbers that each process told.
+Host time counts only if the devices were idle when it ended (`exposed`), because work while devices compute delays nobody. This module
+knows no processes and no devices, only the numbers that processes report.
 """
 
 import math
@@ -23,11 +23,11 @@ HOST: str = "host"
 STALLS: str = "stalls"
 DEVICE: str = "device"
 ON_HOST = (DATA, HOST, STALLS)
-# A window takes at least this long, however fast steps are.
+# The least seconds of a window.
 LEAST_S = 1.0
-# The smallest share of a step by which a host is slow.
+# A host is slow only if the others wait for it for at least this share of a step.
 SHARE = 0.1
-# The metrics line of a process that is slow, or is no longer.
+# The key of metrics lines about a process that is slow, or no longer slow.
 KEY = "straggler"
 
 TAKES = {DATA: "its data takes", HOST: "its Python between steps takes"}
@@ -35,14 +35,15 @@ TAKES = {DATA: "its data takes", HOST: "its Python between steps takes"}
 
 @dataclass(frozen=True)
 class ProcessTimes:
-    """The times that a process reports, since it began.
+    """The times that a process reports, summed since its start.
 
-    steps: number of its steps.
-    wall: seconds of wall time.
-    seconds: host seconds by cause.
+    steps: the number of steps.
+    wall: the wall time in seconds.
+    seconds: the host seconds by cause.
     exposed: the part of `seconds` in which devices waited.
-    probes: number of timings of its devices.
-    devices: total seconds of these timings, for each of its devices.
+    host: the name of the host.
+    probes: the number of timings of the devices.
+    devices: the total seconds of these timings, for each device of the process.
     """
 
     steps: int
@@ -58,13 +59,13 @@ class ProcessTimes:
 class StragglerVerdict:
     """A slow process, or one that is no longer slow.
 
-    process: its rank.
-    host: its name.
-    cause: what takes it longer.
-    times: its time over the median of the others'; None if theirs is 0.
-    seconds: its time beyond the others', each step; None for a device.
-    device: number of the slow device among its own; None: the process as a whole.
-    is_recovered: it is no longer slow.
+    process: the rank of the process.
+    host: the name of its host.
+    cause: the cause that takes longer: data, host, stalls or device.
+    times: the time of the process over the median of the others, None if that median is 0.
+    seconds: the seconds per step beyond that median, None for a device.
+    device: the index of the slow device among those of the process, None for the process as a whole.
+    is_recovered: whether the process is no longer slow.
     """
 
     process: int
@@ -76,13 +77,13 @@ class StragglerVerdict:
     is_recovered: bool = False
 
     def words(self) -> str:
-        """ "process 3 on host a is slow: its data takes 4.1 times the others', 0.8 s a step" """
+        """Returns a sentence such as "process 3 on host a is slow: its data takes 4.1 times the others', 0.8 s a step more"."""
         whose = f" (its device {self.device})" if self.device is not None else ""
         who = f"process {self.process} on host {self.host}{whose}"
         return f"{who} is as fast as the others again" if self.is_recovered else f"{who} is slow: {self.finding()}"
 
     def finding(self) -> str:
-        """ "its data takes 4.1 times the others', 0.8 s a step more" """
+        """Returns a phrase such as "its data takes 4.1 times the others', 0.8 s a step more"."""
         if self.cause == DEVICE:
             return f"the same program takes it {self.times:.1f} times as long as the others"
         if self.cause == STALLS:
@@ -92,20 +93,21 @@ class StragglerVerdict:
         return f"{TAKES[self.cause]} {self.times:.1f} times the others', {self.seconds:.2g} s a step more"
 
     def document(self) -> dict[str, Any]:
-        """As a line of metrics.jsonl holds it."""
+        """Returns the JSON object for a line of metrics.jsonl."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
-# A process, a cause, and a device of it where that is the cause.
+# (process, cause, device), where the device is None for other causes.
 Unit = tuple[int, str, int | None]
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """One unit in one window.
+    """The comparison of one unit in one window.
 
-    share: of a step, that the others wait for it.
-    slow: whether that is a straggler.
+    slow: whether the unit is a straggler.
+    times, seconds: as in `StragglerVerdict`.
+    share: the share of a step for which the others wait for the unit.
     """
 
     slow: bool
@@ -117,13 +119,13 @@ class _Seen:
 class Comparison:
     """Compares the times that processes report, window by window.
 
-    A window is closed when every process has made `every` steps since the last one, and a second has passed. The windows of different
-    processes may be some steps apart, since only rates are compared.
+    A window ends when every process has made `every` steps since the last one, and a second has passed. The windows of different
+    processes may be some steps apart, because only times per step are compared.
 
     Args:
-        every: smallest number of steps in a window.
-        ratio: a process is slow if its time exceeds this multiple of the others' median.
-        windows: number of slow windows in a row before a process is named.
+        every: the least number of steps in a window.
+        ratio: a process is slow if its time exceeds this multiple of the median of the others.
+        windows: the number of consecutive slow windows after which a process is reported.
     """
 
     def __init__(self, every: int, ratio: float, windows: int):
@@ -139,7 +141,8 @@ class Comparison:
         self.step_s: float | None = None
 
     def __call__(self, times: Mapping[int, ProcessTimes]) -> list[StragglerVerdict]:
-        """What is new after these numbers. Every process must be there, in every call."""
+        """Returns the processes that became slow, or are no longer slow, after these times. Every call needs the times of every
+        process."""
         if set(self._before) != set(times):
             self._before = dict(times)
             self._timed = dict(times)
@@ -168,7 +171,7 @@ class Comparison:
         return seen
 
     def _devices(self, times: Mapping[int, ProcessTimes]) -> dict[Unit, _Seen]:
-        """Nothing, until every process has timed its devices again."""
+        """Compares devices. Returns nothing until every process has timed its devices again."""
         if any(current.probes <= self._timed[p].probes for p, current in times.items()):
             return {}
         each: dict[Unit, float] = {}
@@ -196,7 +199,7 @@ class Comparison:
                 del self.named[p]
                 new.append(StragglerVerdict(p, times[p].host, unit[1], device=_of_several(unit, times), is_recovered=True))
         for p in sorted(times):
-            # Of several causes, the one for which the others wait longest.
+            # Among several causes, the one for which the others wait longest.
             units = [unit for unit in seen if unit[0] == p and self._slow[unit] >= self.windows]
             slow = [(seen[unit].share, unit, seen[unit]) for unit in units]
             if p in self.named or not slow:
@@ -208,12 +211,14 @@ class Comparison:
 
 
 def _valid_times(numbers: Mapping[Any, float]) -> dict[Any, float]:
-    """The values that are times. A clock that was set back, or a number that is none, says nothing about its process."""
+    """Returns the finite values that are not negative. Others, such as those of a clock that was set back, say nothing about a
+    process."""
     return {unit: s for unit, s in numbers.items() if math.isfinite(s) and s >= 0}
 
 
 def median_of_others(numbers: Mapping[Any, float]) -> dict[Any, float]:
-    """For each, the median of all others; of a single one, itself. Sorted once: there may be thousands."""
+    """Returns, for each unit, the median of all other units; for a single unit its own value. The values are sorted only once, because
+    there may be thousands."""
     ranked = sorted(numbers, key=lambda unit: numbers[unit])
     values, other_count = [numbers[unit] for unit in ranked], len(ranked) - 1
     if not other_count:
@@ -233,11 +238,11 @@ def _of_several(unit: Unit, times: Mapping[int, ProcessTimes]) -> int | None:
 
 
 def stragglers(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """The slow processes in a run's metrics: first and last step, process, and cause."""
+    """Returns (first and last step, process, cause) for the slow processes in a run's metrics."""
     rows: list[list[Any]] = []
     for line in lines:
         if "header" in line:
-            # Another start: what was slow then is not known to be.
+            # Another start, for which it is not known whether the same processes are slow.
             for row in rows:
                 row[1] = row[1] if row[1] is not None else max(row[0], line["step"])
         its = line.get(KEY)

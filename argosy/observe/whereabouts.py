@@ -1,5 +1,5 @@
-"""Where a process of a run is: its step, and what it does there. It is kept in a small file that a supervisor reads after the process
-has stopped or is gone. No jax is imported here.
+"""Records the step and the current activity of a process in a small file, which a supervisor reads after the process ended. This module
+does not import jax.
 """
 
 import os
@@ -7,9 +7,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-# Set by a supervisor: the file.
+# The environment variable in which a supervisor names the file.
 WHERE = "ARGOSY_WHERE"
-# By cause of `goodput.Clock`.
+# Words for the causes of `goodput.Clock`.
 WORDS = {
     "start": "while it started", "compile": "while it compiled", "data": "waiting for data", "rollouts": "in a rollout",
     "step": "in the training step", "evaluation": "in an evaluation", "checkpoint": "while it saved", "samples": "while it sampled",
@@ -18,10 +18,11 @@ SIZE = 64
 
 
 class Whereabouts:
-    """Writes the file of this process, in a microsecond or two: a line of always the same size, over the one before.
+    """Writes the file of this process, which takes a microsecond or two. Each line has the same size and replaces the one before.
 
     Args:
-        step: asked for the step; None before the first.
+        path: the file.
+        step: returns the current step, None before the first.
     """
 
     def __init__(self, path: Path, step: Callable[[], int | None]):
@@ -29,10 +30,10 @@ class Whereabouts:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
 
     def __call__(self, cause: str) -> None:
-        """cause: what the process does from now on; empty: nothing with a name."""
+        """Records the current activity. `cause`: a cause of `goodput.Clock`, "" for other activities."""
         step = self.step()
         line = f"{'' if step is None else step} {cause}".ljust(SIZE)
-        # A disk that is full costs the line, not the run.
+        # If the disk is full, the line is lost and the run goes on.
         with suppress(OSError):
             os.pwrite(self._file, line.encode(), 0)
 
@@ -41,7 +42,7 @@ class Whereabouts:
 
 
 def whereabouts(path: Path) -> str:
-    """The place of a process in words, such as `after step 48, while it saved`; empty where it is not known."""
+    """Describes the last recorded step and activity of a process, such as `after step 48, while it saved`; empty if unknown."""
     try:
         step, _, cause = path.read_text().rstrip().partition(" ")
     except (OSError, ValueError):

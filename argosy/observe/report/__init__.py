@@ -1,1 +1,1 @@
-"""A run as one HTML page."""
+"""Renders a run as one HTML page."""

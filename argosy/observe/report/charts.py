@@ -1,7 +1,7 @@
-"""Charts of the report as inline SVG: no script draws them, no font is loaded, and the page's CSS colors them.
+"""Draws the charts of the report as inline SVG. They need no script and no fonts, and the CSS of the page colors them.
 
-A series is colored by its number (`s0`, `s1`, ...), so light and dark are two sets of CSS variables. The page's script reads
-hover values from `data-points`: [[x, y, left, top], ...] in the picture's coordinates.
+A series is colored by its number (`s0`, `s1`, ...), so light and dark mode are two sets of CSS variables. The page's script reads
+hover values from `data-points`: [[x, y, left, top], ...] in the coordinates of the picture.
 """
 
 import json
@@ -13,18 +13,21 @@ from argosy.observe.readable import harmless
 from argosy.observe.terminal.curve import Point, bin_points, short_number, ticks, value_range
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 720, 66, 14, 26, 46
-# Most points of a line, about one per pixel; points in the same column are averaged.
+# The most points of a line, about one per pixel. Points in the same column are averaged.
 COLUMNS = 640
-# With at least this many points a line is drawn faint, under its running mean.
+# A line with at least this many points is drawn faintly, under its running mean.
 SMOOTH_FROM = 100
 
 
 @dataclass(frozen=True)
 class Series:
-    """A named line, or single points if `is_dots`; x sorted, all values finite.
+    """A named series of points.
 
-    is_exact: it has no noise and is not smoothed.
-    band: (x, lowest, highest) of an interval around the line.
+    points: the points (x, y), sorted by x, with finite values.
+    is_dots: whether single points are drawn, and not a line.
+    color: the number of the color.
+    is_exact: whether the values have no noise and are not smoothed.
+    band: an interval around the line, as (x, lowest, highest).
     """
 
     name: str
@@ -36,7 +39,7 @@ class Series:
 
     @property
     def is_smoothed(self) -> bool:
-        """Whether the line is drawn faint, under its running mean."""
+        """Whether the line is drawn faintly, under its running mean."""
         return len(self.points) >= SMOOTH_FROM and not self.is_dots and not self.is_exact
 
 
@@ -70,14 +73,14 @@ def chart(
     level: tuple[float, str] | None = None,
     marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """Lines over steps, with named axes, a grid and hover values.
+    """Draws lines over steps, with named axes, a grid and hover values.
 
     Args:
-        label: what the chart shows, for screen readers.
-        x, y: names of the axes.
-        zero: makes the y axis start at 0.
-        level: y of a dashed line, and its meaning.
-        marks: places of the x axis and what stands there; by default round numbers.
+        label: the subject of the chart, for screen readers.
+        x, y: the names of the axes.
+        zero: whether the y axis starts at 0.
+        level: the y of a dashed line, and its label.
+        marks: the positions and labels of ticks on the x axis. By default ticks are at round numbers.
     """
     series = [s for s in series if s.points]
     frame = _frame(series, width, height, zero, [level[0]] if level else [])
@@ -91,7 +94,7 @@ def chart(
 
 
 def bar(parts: Sequence[tuple[str, float, int]], label: str) -> str:
-    """One horizontal bar of (name, amount, color number) parts, whose widths are their shares."""
+    """Draws one horizontal bar of parts (name, amount, color number), whose widths are proportional to the amounts."""
     total, left, out = sum(amount for _, amount, _ in parts), 0.0, []
     for name, amount, color in parts:
         width = amount / total * WIDTH
@@ -103,14 +106,14 @@ def bar(parts: Sequence[tuple[str, float, int]], label: str) -> str:
 
 
 def running_mean(points: Sequence[Point], window: int) -> list[Point]:
-    """Each point's y averaged with its neighbors: `window` points, fewer at the ends."""
+    """Averages the y of each point with its neighbors, over `window` points or, at the ends, fewer."""
     sums, total = [0.0], 0.0
     for _, y in points:
         total += y
         sums.append(total)
     out = []
     for i, (x, _) in enumerate(points):
-        # The same number on both sides; otherwise the ends would be biased.
+        # As many neighbors on both sides, because otherwise the ends would be biased.
         half = min(window // 2, i, len(points) - 1 - i)
         low, high = i - half, i + half + 1
         out.append((x, (sums[high] - sums[low]) / (high - low)))
@@ -143,7 +146,7 @@ def _grid(frame: Frame, x_name: str, y_name: str, marks: Sequence[tuple[float, s
 
 
 def _level(y: float, name: str, frame: Frame) -> str:
-    """A dashed horizontal line with its name above its right end."""
+    """Draws a dashed horizontal line with its name above the right end."""
     top, right = frame.top(y), frame.width - RIGHT
     text = f'<text class="level" x="{right}" y="{top - 6:.1f}">{escape(name)}</text>'
     return f'<path class="level" d="M{LEFT} {top:.1f}H{right}"/>{text}'
@@ -160,7 +163,7 @@ def _series_svg(series: Series, frame: Frame) -> str:
 
 
 def thin_points(points: Sequence[Point]) -> list[Point]:
-    """At most `COLUMNS` points: those in the same column are averaged, in x as in y."""
+    """Reduces a line to at most `COLUMNS` points by averaging the x and the y of points in the same column."""
     if len(points) <= COLUMNS:
         return list(points)
     low, high = points[0][0], points[-1][0]
@@ -175,7 +178,7 @@ def _line(series: Series, points: Sequence[Point], frame: Frame, kind: str, hove
 
 
 def _band(series: Series, frame: Frame) -> str:
-    """An interval around a line: along its lower ends, and back along its upper ones."""
+    """Draws an interval around a line as an area between its lower and upper ends."""
     outline = [(x, low) for x, low, _ in series.band] + [(x, high) for x, _, high in reversed(series.band)]
     path = "L".join(f"{frame.left(x):.1f} {frame.top(y):.1f}" for x, y in outline)
     return f'<path class="band c{series.color}" d="M{path}Z"/>'

@@ -1,7 +1,7 @@
-"""A run as one self-contained HTML page: it needs no network and no fonts, and it can be read without a script.
+"""Renders a run as one self-contained HTML page, which needs no network and no fonts and can be read without scripts.
 
-It opens with a sentence that says what happened. Everything shown comes from a `RunRecord` of `jobs.history.report`; unknown parts
-are left out. Everything from a run is treated as text: it is escaped, and control characters are replaced.
+The page begins with a sentence that summarizes the run. All contents come from a `RunRecord` of `jobs.history.report`, and unknown
+facts are left out. Everything from a run is treated as text: it is escaped, and control characters are replaced.
 """
 
 import base64
@@ -26,22 +26,22 @@ from argosy.observe.terminal.curve import Point
 if TYPE_CHECKING:
     from argosy.observe.profile.table import Profile
 
-# In the order of their colors.
+# The causes in the order of their colors.
 CAUSES = ("step", "data", "compile", "evaluation", "samples", "checkpoint", "start", "rollouts", "other")
-# These stand out in their colors, and the rare ones share one.
+# The colors of further causes, which stand out.
 COLORS = {LOST: 4, DOWN: 8, WAITING: 5}
 DEFAULT, TYPED = "default", ("command line", "fit(...)")
-# Of the numbers of an evaluated task, those that are no metrics.
+# The numbers of an evaluated task that are not metrics.
 NO_METRICS = ("stderr", "n", "tokens", "truncated", "shots", "seconds", "against")
-# Data sources that are Python's own code.
+# The data sources that consist of Python's own code.
 PYTHON = ("stdlib", "docstrings")
-# The objective whose loss is that of predicting the next token.
+# The objective that predicts the next token.
 TOKENS = "next_token"
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that was kept."""
+    """A stored checkpoint."""
 
     step: int
     size_bytes: int
@@ -52,8 +52,8 @@ class SavedCheckpoint:
 class Evaluated:
     """The result of `argosy eval` on one task.
 
-    step: of the checkpoint; None: not known.
-    numbers: metrics and their standard errors by name (`acc`, `stderr`, `acc_norm`, `acc_norm_stderr`), and the number of rows, `n`.
+    step: the step of the checkpoint, None if unknown.
+    numbers: metrics and their standard errors by name (`acc`, `stderr`, `acc_norm`, `acc_norm_stderr`), and the number of rows `n`.
     """
 
     task: str
@@ -65,21 +65,20 @@ class Evaluated:
 class RunRecord:
     """The facts of a run that the report shows.
 
-    name: of the run directory.
-    state: done, stopped, running.
-    lines: of metrics.jsonl.
-    steps: planned.
-    facts: the run's header by name: model, family, parameters, vocab, data, optimizer, device.
-    settings: (key, value, who set it).
-    checkpoints: the saved ones.
-    environment: where it ran, by name.
-    command: the command that runs it again.
-    date: when the report was written; "" if unknown.
+    name: the name of the run directory.
+    state: done, stopped or running.
+    lines: the lines of metrics.jsonl.
+    steps: the planned number of steps.
+    facts: the header of the run, by name: model, family, parameters, vocab, data, optimizer, device.
+    settings: (key, value, who set it) of each setting.
+    checkpoints: the stored checkpoints.
+    environment: the facts of the machine and its software, by name.
+    command: the command that runs the run again.
+    date: the date of the report, "" if unknown.
     story: the results of `argosy quickstart` with the run: proof, export.
-    evaluations: their results.
-    answers: lines of answers.jsonl, of a run that learns from rewards.
-    images: grids that a run of images drew: the step, what drew it, and the PNG file.
-    devices: see `stragglers`.
+    evaluations: the results of evaluations.
+    answers: the lines of answers.jsonl, for a run that learns from rewards.
+    images: the image grids that the run drew: (step, the weights that drew it, PNG file).
     """
 
     name: str
@@ -96,14 +95,14 @@ class RunRecord:
     evaluations: Sequence[Evaluated] = ()
     answers: Sequence[Mapping[str, Any]] = ()
     images: Sequence[tuple[int, str, bytes]] = ()
-    # None of runs that kept no account of their starts.
+    # The time by cause over all starts; None for runs that did not record it.
     life: Account | None = None
-    # The newest capture by the profiler.
+    # The tables of the newest capture by the profiler.
     profile: "Profile | None" = None
 
 
 def render_report(record: RunRecord) -> str:
-    """The report as an HTML page."""
+    """Renders the report as an HTML page."""
     parts: list[Callable[[RunRecord], str]] = [
         _head, _samples, _images, _rewards, _answers, _preferences, _losses, _bad, _evaluations, _speed, _profile, _slow,
         _optimizer, _experts,
@@ -115,13 +114,14 @@ def render_report(record: RunRecord) -> str:
 
 
 def numbers(lines: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
-    """(step, value) of one number, the last value written for each step; values that are not finite are left out."""
+    """Returns (step, value) of one metric, with the last value that was written for each step. Values that are not finite are left
+    out."""
     values = by_step([dict(line) for line in lines if isinstance(line.get("step"), int)], key)
     return [(float(s), float(v)) for s, v in values.items() if isinstance(v, int | float) and math.isfinite(v)]
 
 
 def seconds_by_cause(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Seconds by cause, summed over all sessions of the run."""
+    """Returns the seconds by cause, summed over all starts of the run."""
     total: dict[str, float] = {}
     for line in lines:
         spent = line.get("seconds")
@@ -180,8 +180,8 @@ def _head(record: RunRecord) -> str:
 
 
 def summary_sentence(record: RunRecord) -> str:
-    """A summary of the run in one sentence: "A 919k-parameter Llama learned to write Python in 40 s; killed at step 25 of 40, a second
-    run finished bit-identical.".
+    """Summarizes the run in one sentence, such as "A 919k-parameter Llama learned to write Python in 40 s; killed at step 25 of 40, a
+    second run finished bit-identical.".
     """
     parameters, family = record.facts.get("parameters"), str(record.facts.get("family") or "model")
     family = {"gpt2": "GPT-2", "gpt_oss": "gpt-oss"}.get(
@@ -208,7 +208,7 @@ def summary_sentence(record: RunRecord) -> str:
 
 
 def proof_words(story: Mapping[str, Any]) -> str:
-    """The outcome of the killed run, in words; empty if there was none."""
+    """Describes the outcome of the run that a quickstart killed; empty if there was none."""
     proof = story.get("proof")
     if not isinstance(proof, Mapping) or "killed_at" not in proof:
         return ""
@@ -219,7 +219,7 @@ def proof_words(story: Mapping[str, Any]) -> str:
 
 
 def _checks(record: RunRecord) -> str:
-    """The checks that a quickstart made."""
+    """Lists the checks that a quickstart made."""
     proof, exported = record.story.get("proof"), record.story.get("export")
     checks: list[tuple[bool, str]] = []
     if isinstance(proof, Mapping) and "killed_at" in proof:
@@ -245,7 +245,7 @@ def _losses(record: RunRecord) -> str:
     if numbers(record.lines, "reward"):
         return section_of("Loss", chart(series, "loss by step", y="loss of the policy", height=240))
     if record.facts.get("objective", TOKENS) != TOKENS:
-        # Of a preference or a divergence: no log-probability of a token, which guessing would give.
+        # The loss of a preference or a divergence is no log-probability of a token, so it has no level of guessing.
         return section_of("Loss", legend_of(series) + chart(series, "loss by step", y="loss", height=320))
     vocab = record.facts.get("vocab")
     level = (
@@ -258,7 +258,7 @@ def _losses(record: RunRecord) -> str:
 
 
 def _bad(record: RunRecord) -> str:
-    """The steps that were skipped, and the rollbacks."""
+    """Renders the skipped steps and the rollbacks."""
     faults = bad_steps(record.lines)
     if not faults:
         return ""
@@ -270,20 +270,20 @@ def _bad(record: RunRecord) -> str:
 def _profile(record: RunRecord) -> str:
     if record.profile is None:
         return ""
-    # It imports numpy, which reports without a capture do not need.
+    # Imported here because it imports numpy, which reports without a capture do not need.
     from argosy.observe.report.profiled import profile_section
 
     return profile_section(record.profile)
 
 
 def _slow(record: RunRecord) -> str:
-    """The processes that the others waited for."""
+    """Renders the processes that the others waited for."""
     rows = [tuple(map(html_text, straggler)) for straggler in stragglers(record.lines)]
     return section_of("Slow processes", html_table(("steps", "process", "what"), rows, numeric=0)) if rows else ""
 
 
 def _rewards(record: RunRecord) -> str:
-    """The mean reward of the answers of each rollout, and of greedy answers to held-out prompts."""
+    """Renders the mean reward of the completions of each rollout, and of greedy completions of held-out prompts."""
     rewards, evals = numbers(record.lines, "reward"), numbers(record.lines, "eval_reward")
     if not rewards:
         return ""
@@ -292,7 +292,7 @@ def _rewards(record: RunRecord) -> str:
 
 
 def _preferences(record: RunRecord) -> str:
-    """Preference objectives: how often the chosen completion wins, by which margin, and the rewards of both."""
+    """Renders the curves of preference objectives: accuracy, margin, and the rewards of chosen and rejected completions."""
     plots = (
         (("rewards/accuracy", "accuracy"), "accuracy", True), (("rewards/margin",), "margin", True),
         (("rewards/chosen", "rewards/rejected"), "reward", False), (("scores/right", "scores/wrong"), "score of a step", False),
@@ -316,7 +316,7 @@ def _answers(record: RunRecord) -> str:
 
 
 def metrics_of(numbers: Mapping[str, Any]) -> list[tuple[str, float, float | None]]:
-    """(metric, value, standard error) of the numbers of one task."""
+    """Returns (metric, value, standard error) for the numbers of one task. The error is None where unknown."""
     names = [name for name in numbers if name not in NO_METRICS and not name.endswith("_stderr")]
     metrics = []
     for i, name in enumerate(names):
@@ -327,7 +327,7 @@ def metrics_of(numbers: Mapping[str, Any]) -> list[tuple[str, float, float | Non
 
 
 def metric_text(value: float) -> str:
-    """A metric: four decimals, or three digits where it is small and six where it is large."""
+    """Formats a metric with four decimals, a small one with three digits and a large one with six."""
     return decimals(value) if abs(value) < 1000 else f"{value:,.6g}"
 
 
@@ -354,7 +354,7 @@ def _speed(record: RunRecord) -> str:
 
 
 def _unit(record: RunRecord) -> str:
-    """What the run counts: tokens, images or rows."""
+    """Returns the unit that the run counts: token, image or row."""
     return str(record.facts.get("unit", "token"))
 
 
@@ -363,7 +363,7 @@ def _optimizer(record: RunRecord) -> str:
 
 
 def _experts(record: RunRecord) -> str:
-    """How evenly experts are loaded; 1 is perfectly even."""
+    """Renders the curves of the load of experts, where 1 is a perfectly even load."""
     loads = (("expert_load_max", "fullest expert, in even loads", 3), ("router_balance", "balance loss", 4))
     shares = (
         ("experts_idle", "share of experts without a token", 2),
@@ -413,7 +413,7 @@ def _color(cause: str) -> int:
 
 
 def _by_process(life: Account) -> str:
-    """Seconds by cause of each process, where a run has several."""
+    """Renders the seconds by cause of each process, for a run with several processes."""
     if not life.by_process:
         return ""
     causes = [cause for cause in (*CAUSES, WAITING, LOST, DOWN) if any(s.get(cause) for s in life.by_process.values())]
@@ -437,7 +437,7 @@ def _samples(record: RunRecord) -> str:
 
 
 def _images(record: RunRecord) -> str:
-    """The grids of the last step that drew some, and those of earlier ones."""
+    """Renders the image grids of the last step that has some, and those of earlier steps."""
     if not record.images:
         return ""
     steps = sorted({step for step, _, _ in record.images})
@@ -448,14 +448,14 @@ def _images(record: RunRecord) -> str:
 
 
 def _grid(step: int, drawn_by: str, png: bytes) -> str:
-    """A grid, enlarged without smoothing: its images are small."""
+    """Renders an image grid, enlarged without smoothing because its images are small."""
     title = f"step {step:,}, {html_text(drawn_by)}"
     source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
     return f'<h3>{title}</h3><img alt="{title}" src="{source}" style="width:100%;max-width:40em;image-rendering:pixelated">'
 
 
 def _sample(step: int, prompt: str, text: str) -> str:
-    """A sample: the prompt in a soft color, the completion in the text color."""
+    """Renders a sample, with the prompt in a soft color."""
     prompt_html = f'<span class="prompt">{html_text(prompt)}</span>' if prompt else ""
     return f"<h3>step {step:,}</h3><pre>{prompt_html}{html_text(text.rstrip())}</pre>"
 
@@ -463,7 +463,7 @@ def _sample(step: int, prompt: str, text: str) -> str:
 def _checkpoints(record: RunRecord) -> str:
     if not record.checkpoints:
         return ""
-    # Of a run that learns from rewards, a checkpoint's loss is its reward with the other sign.
+    # In a run that learns from rewards, the loss of a checkpoint is its negated reward.
     rewarded = bool(numbers(record.lines, "eval_reward"))
     sign, name = (-1, "eval reward") if rewarded else (1, "eval loss")
     rows = [

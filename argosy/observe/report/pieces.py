@@ -1,4 +1,4 @@
-"""Pieces of a run's page. What comes from a run is text: it is escaped, and control characters are replaced."""
+"""Renders the elements of a run's page. Everything from a run is text: it is escaped, and control characters are replaced."""
 
 from collections.abc import Sequence
 from html import escape
@@ -12,7 +12,7 @@ def html_text(text: str) -> str:
 
 
 def code_of(text: str) -> str:
-    """A command with a copy button."""
+    """Renders a command with a copy button."""
     return f'<div class="code"><pre>{html_text(text)}</pre></div>'
 
 
@@ -31,7 +31,7 @@ def legend_of(series: Sequence[Series]) -> str:
 
 
 def html_table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "", numeric: int = 1) -> str:
-    """A table of HTML cells. Columns from `numeric` on are figures and right-aligned."""
+    """Renders a table of HTML cells. Columns from index `numeric` on are right-aligned numbers."""
 
     def row(cells: Sequence[str], tag: str) -> str:
         sides = ['class="n"' if i >= numeric else "" for i in range(len(cells))]

@@ -1,4 +1,4 @@
-"""The section of a run's page about its newest capture by the profiler."""
+"""Renders the section of a run's page about its newest capture by the profiler."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ MOST = 14
 
 
 def profile_section(profile: Profile) -> str:
-    """The tables by layer and by kind, and what stands out."""
+    """Renders the tables by layer and by kind, and sentences about anomalies."""
     window = profile.window
     first = (
         f"Steps {window.first} to {window.last}: {1e3 * profile.step_s:,.1f} ms a step, "

@@ -1,6 +1,6 @@
-"""A quantized model as one self-contained HTML page: what became what, how far each weight moved, and what it costs in perplexity.
+"""Renders a quantized model as one self-contained HTML page: the format, the size and the error of each weight, and the perplexity.
 
-Everything shown comes from the result of `argosy quantize`, as its `--json` prints it; parts that it lacks are left out.
+All contents come from the result of `argosy quantize`, as its `--json` prints it. Facts that the result lacks are left out.
 """
 
 from collections import defaultdict
@@ -14,31 +14,31 @@ from argosy.observe.report.charts import WIDTH, bar
 from argosy.observe.report.pieces import code_of, html_table, html_text, section_of, swatch_of
 from argosy.observe.report.style import page
 
-# Growth of perplexity: below the first nobody notices, above the last a model of more bits is better.
+# Limits of the growth of perplexity. Below the first it is not noticeable; above the last, more bits are better.
 UNNOTICED, SMALL, LARGE = 0.01, 0.05, 0.15
 BINS = 24
 HEIGHT = 150
 
 
 def render_quantization(result: Mapping[str, Any], command: str = "") -> str:
-    """The page of a result of `argosy quantize`."""
+    """Renders the page of a result of `argosy quantize`."""
     body = "\n".join(filter(None, (_head(result), _sizes(result), _errors(result), _kinds(result), _layers(result))))
     body += section_of("Command", code_of(command)) if command else ""
     return page(harmless(f"{result['target']}: quantized"), f"{body}\n<footer>Made by Argosy</footer>")
 
 
 def module_kind(name: str) -> str:
-    """A module's name without the number of its layer: `layers.attn.q` for `layers.3.attn.q`."""
+    """Returns a module's name without the number of its layer: `layers.attn.q` for `layers.3.attn.q`."""
     return ".".join(part for part in name.split(".") if not part.isdecimal())
 
 
 def bits_a_weight(rows: Sequence[Mapping[str, Any]]) -> float:
-    """The bits of each quantized number, with its scales."""
+    """Returns the bits per quantized number, including scales."""
     return 8 * sum(row["bytes"] for row in rows) / max(sum(row["numbers"] for row in rows), 1)
 
 
 def recommendation(result: Mapping[str, Any]) -> str:
-    """A recommendation about the quantized model, in a sentence."""
+    """Returns a recommendation about the quantized model."""
     rows = result["weights"]
     worst = max(rows, key=lambda row: row["error"])
     kind = module_kind(worst["name"])
@@ -77,7 +77,7 @@ def _head(result: Mapping[str, Any]) -> str:
 
 
 def _sizes(result: Mapping[str, Any]) -> str:
-    """The bytes of each format, and of what stayed."""
+    """Renders the bytes of each format and of the weights that are not quantized."""
     sizes: dict[str, float] = defaultdict(float)
     for row in result["weights"]:
         sizes[row["weights"]] += row["bytes"]
@@ -88,14 +88,14 @@ def _sizes(result: Mapping[str, Any]) -> str:
 
 
 def _errors(result: Mapping[str, Any]) -> str:
-    """A histogram of the error of each weight."""
+    """Renders a histogram of the errors of weights."""
     picture = histogram([row["error"] for row in result["weights"]])
     words = "Root mean square of what rounding changed, over that of the weight: how many weights have which error."
     return section_of("Error", f'<p class="soft">{words}</p>{picture}')
 
 
 def histogram(values: Sequence[float]) -> str:
-    """Counts of values in bins of equal width from 0, as bars."""
+    """Draws the counts of values in bins of equal width from 0 as bars."""
     top = max(values) or 1.0
     counts = [0] * BINS
     for value in values:
@@ -124,14 +124,14 @@ def _cells(row: Mapping[str, Any], extra: Sequence[str]) -> list[str]:
 
 
 def _extra(result: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The errors that calibration data adds, and their names."""
+    """Returns the keys and the names of the errors that are known only with calibration data."""
     if not result.get("samples"):
         return [], []
     return ["output_error", "nearest_error"], ["error of the output", "by nearest"]
 
 
 def _kinds(result: Mapping[str, Any]) -> str:
-    """A line for each kind of module: sums of bytes, and the largest errors."""
+    """Renders a line for each kind of module, with the sum of bytes and the largest errors."""
     groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for row in result["weights"]:
         groups[module_kind(row["name"]), str(row["weights"])].append(row)
@@ -149,7 +149,7 @@ def _kinds(result: Mapping[str, Any]) -> str:
 
 
 def _layers(result: Mapping[str, Any]) -> str:
-    """Every weight, the largest error first."""
+    """Renders a line for every weight, the largest error first."""
     keys, names = _extra(result)
     rows = sorted(result["weights"], key=lambda row: -row["error"])
     head = ("weight", "format", "scales for", "data", "bits", "size", "error", *names)

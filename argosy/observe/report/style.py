@@ -1,6 +1,6 @@
-"""The style of the report: one style sheet, and the script for hover values and copy buttons. The rest is in `report`.
+"""The style sheet of the report, and its script for hover values and copy buttons. The contents are in `report`.
 
-It uses the reader's own font with aligned figures, light or dark as the reader's system is set, and it prints well. Without the
+The report uses the system's font with aligned figures, in light or dark mode as the system is set, and can be printed. Without the
 script, which is under 4 kB, only hover values and copy buttons are missing.
 """
 
@@ -95,7 +95,7 @@ for (const box of document.querySelectorAll(".code")) {
 
 
 def page(title: str, body: str) -> str:
-    """A complete HTML document. It loads nothing from anywhere, which its content policy enforces."""
+    """Returns a complete HTML document. Its content security policy forbids loading anything."""
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

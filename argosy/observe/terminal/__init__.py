@@ -1,1 +1,1 @@
-"""A run in the terminal."""
+"""Displays a run in the terminal or in a notebook."""

@@ -1,6 +1,6 @@
-"""Plots made of text, and the round numbers of axes: for the terminal, and for the report's charts.
+"""Draws plots as text, and finds round numbers for axes, for the terminal and for the report's charts.
 
-A braille character has two dots across and four down, so 60 columns show 120 positions in x. Points in the same column are
+A braille character has two columns and four rows of dots, so 60 characters show 120 positions in x. Points in the same column are
 averaged, which also smooths a noisy loss. This module knows nothing of losses or steps.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 Point = tuple[float, float]
 
-# The first braille character; the bits of its eight dots follow, [column][row].
+# The empty braille character, and the bits of its eight dots by [column][row].
 BRAILLE = 0x2800
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 MARK = "●"
@@ -18,8 +18,12 @@ MARK = "●"
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot as text. `labels[i]` is printed left of `rows[i]`, all rows have the same width, and `axis` and `below` follow under
-    them."""
+    """A plot as text.
+
+    labels: the labels of the y axis, one left of each row.
+    rows: the lines of the plot, all of the same width.
+    axis, below: the x axis and its labels, the two lines below the rows.
+    """
 
     labels: list[str]
     rows: list[str]
@@ -31,9 +35,10 @@ def plot(points: Sequence[Point], marks: Sequence[Point], width: int, height: in
     """Draws a line through `points` and `MARK` at each of `marks`.
 
     Args:
-        points: (x, y), sorted by x; at least one, all finite.
-        width, height: size of the rows in characters.
-        log_x: makes the x axis logarithmic; needs x > 0.
+        points: the points (x, y), sorted by x. There must be at least one, and all must be finite.
+        marks: the marked points (x, y).
+        width, height: the size of the plot in characters.
+        log_x: whether the x axis is logarithmic, which needs x > 0.
     """
     low_x, high_x = points[0][0], max([points[-1][0], *(x for x, _ in marks)])
     line = bin_points(points, 2 * width, low_x, high_x, log_x)
@@ -64,7 +69,7 @@ def plot(points: Sequence[Point], marks: Sequence[Point], width: int, height: in
 
 
 def bin_points(points: Iterable[Point], columns: int, low: float, high: float, log_x: bool) -> list[tuple[int, float]]:
-    """The mean of the points in each column that has points."""
+    """Returns (column, mean of y) for each column that has points."""
     sums: dict[int, list[float]] = {}
     for x, y in points:
         sums.setdefault(column_of(x, columns, low, high, log_x), []).append(y)
@@ -72,7 +77,7 @@ def bin_points(points: Iterable[Point], columns: int, low: float, high: float, l
 
 
 def column_of(x: float, columns: int, low: float, high: float, log_x: bool) -> int:
-    """The column of x, of `columns` columns between low and high."""
+    """Returns the index of the column of x, among `columns` columns between low and high."""
     if log_x:
         x, low, high = math.log(x), math.log(low), math.log(high)
     share = (x - low) / (high - low) if high > low else 0.0
@@ -80,13 +85,13 @@ def column_of(x: float, columns: int, low: float, high: float, log_x: bool) -> i
 
 
 def halve_points(points: Sequence[Point]) -> list[Point]:
-    """Half as many points, by averaging neighbors. Keeps the history of a long run small."""
+    """Halves the number of points by averaging pairs of neighbors, which keeps the history of a long run small."""
     pairs = [((a[0] + b[0]) / 2, (a[1] + b[1]) / 2) for a, b in zip(points[::2], points[1::2])]
     return pairs + list(points[len(pairs) * 2 :])
 
 
 def value_range(values: Sequence[float]) -> tuple[float, float]:
-    """The smallest and the largest value, moved apart a little if they are equal."""
+    """Returns the smallest and the largest value, moved apart a little if they are equal."""
     low, high = min(values), max(values)
     if high > low:
         return low, high
@@ -95,7 +100,7 @@ def value_range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
-    """About `about` round numbers (1, 2 or 5 times a power of ten) between low and high."""
+    """Returns about `about` round numbers (multiples of 1, 2 or 5 times a power of ten) between low and high."""
     if not high > low:
         return [low]
     rough = (high - low) / max(1, about)
@@ -106,7 +111,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 10, 100, ... between low and high; 1, 2, 5, 10, ... if that gives fewer than three."""
+    """Returns the powers of ten between low and high; if these are fewer than three, also 2 and 5 times powers of ten."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for steps in ((1,), (1, 2, 5)):
         values = [m * 10.0**p for p in powers for m in steps if low <= m * 10.0**p <= high]
@@ -116,7 +121,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def short_number(x: float) -> str:
-    """A number in few characters: 12k, 1.5M, 0.25, 3e-04."""
+    """Formats a number in few characters: 12k, 1.5M, 0.25, 3e-04."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
         if abs(x) >= size:
             return f"{x / (1e3 if letter == 'k' else size):.4g}{letter}"
@@ -124,7 +129,7 @@ def short_number(x: float) -> str:
 
 
 def _dots_between(before: tuple[int, int] | None, here: tuple[int, int]) -> Iterable[tuple[int, int]]:
-    """Every dot of the straight line from the previous dot."""
+    """Returns every dot of the straight line from the previous dot to `here`."""
     if before is None:
         return [here]
     across, down = here[0] - before[0], here[1] - before[1]
@@ -137,7 +142,7 @@ def _x_ticks(low: float, high: float, width: int, log_x: bool) -> list[float]:
 
 
 def _place_labels(labels: dict[int, str], width: int) -> str:
-    """Labels centered under their columns, kept within the row. A label that would touch its left neighbor is left out."""
+    """Centers labels under their columns, within the row. A label that would touch its left neighbor is left out."""
     text = ""
     for column, label in sorted(labels.items()):
         start = max(0, min(column - len(label) // 2, width - len(label)))

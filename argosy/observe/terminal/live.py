@@ -1,10 +1,9 @@
-"""Shows a run on stderr: a live picture on a terminal, one plain line per logged step anywhere else.
+"""Displays a run on stderr: as a live picture on a terminal, as one line per logged step elsewhere.
 
-A thread draws the live picture at most four times a second, however fast steps are; calls with numbers only store them. Rich
-draws it and is imported when the picture starts. This module knows nothing of training: `observe.terminal.picture` knows how steps
-look.
+A thread draws the live picture at most four times a second, and calls with new numbers only store them. Rich draws the picture and is
+imported when it starts. This module knows nothing of training: `observe.terminal.picture` formats steps.
 
-A terminal that hangs up or a pipe whose reader ends costs the display and not the run: nothing here raises OSError.
+If the terminal hangs up or the reader of a pipe ends, the display ends and the run goes on: nothing here raises OSError.
 """
 
 import atexit
@@ -21,12 +20,12 @@ REDRAWS_PER_S = 4
 
 
 class Terminal:
-    """Shows a run. A context manager; `close` ends the live picture and leaves its last state on the screen.
+    """Displays a run. This is a context manager. `close` ends the live picture and leaves its last state on the screen.
 
     Args:
-        stream: stderr by default.
-        live: a picture replaced in place, or plain lines; by default, whichever the stream supports.
-        x: the x axis of the curve; auto is logarithmic if the last step is at least 50 times the first logged one.
+        stream: the stream to write to. The default is stderr.
+        live: whether a picture is redrawn in place, and not plain lines printed. The default is what the stream supports.
+        x: the kind of the curve's x axis. auto is logarithmic if the last step is at least 50 times the first logged one.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class Terminal:
             print(harmless(text), file=self._output, flush=True)
 
     def header(self, facts: Mapping[str, Any]) -> None:
-        """Prints what the run is about to do, and starts the live picture."""
+        """Prints the header of the run and starts the live picture."""
         self.picture.steps = int(facts.get("steps") or 0)
         self.picture.tokens_per_step = int(facts.get("tokens_per_step") or 0)
         self.picture.unit = str(facts.get("unit", self.picture.unit))
@@ -79,7 +78,7 @@ class Terminal:
     # ---------------------------------------------------------------- beginning and end
 
     def close(self) -> None:
-        """Ends the live picture. May be called twice; also called at exit."""
+        """Ends the live picture. It may be called twice, and is also called at exit."""
         if self._live is not None:
             live, self._live = self._live, None
             self.picture.is_over = True
@@ -112,8 +111,8 @@ class Terminal:
 
 
 def can_redraw(stream: TextIO) -> bool:
-    """Whether a picture can be replaced in place there: a terminal that is not dumb, supports braille, and was not asked to be
-    plain (NO_COLOR, no-color.org)."""
+    """Whether a picture can be redrawn in place: the stream is a terminal that is not dumb and supports braille, and NO_COLOR
+    (no-color.org) is not set."""
     if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
         return False
     return (getattr(stream, "encoding", None) or "").lower().replace("-", "") == "utf8"

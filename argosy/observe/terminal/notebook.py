@@ -1,4 +1,5 @@
-"""A run in a Jupyter notebook: one table under the cell, which changes as steps are logged. IPython is imported only inside one."""
+"""Displays a run in a Jupyter notebook, as a table under the cell that is updated as steps are logged. IPython is imported only
+there."""
 
 import sys
 import time
@@ -9,7 +10,7 @@ from typing import Any
 from argosy.observe.readable import decimals
 
 COLUMNS = {"loss": "loss", "eval_loss": "eval loss", "lr": "learning rate", "grad_norm": "grad norm", "tokens_per_s": "{}s/s"}
-# Rows that are shown, and the least seconds between two changes of the table.
+# The number of rows of the table, and the least seconds between two updates.
 ROWS, PACE_S = 20, 0.5
 
 
@@ -21,7 +22,7 @@ def in_notebook() -> bool:
 
 
 class Notebook:
-    """Displays a run in a notebook. A view of runs (`run.view.View`), and a context manager."""
+    """Displays a run in a notebook. This is a view of runs (`run.view.View`) and a context manager."""
 
     def __init__(self) -> None:
         self.rows: dict[int, dict[str, float]] = {}
@@ -58,7 +59,7 @@ class Notebook:
             self._show()
 
     def table(self) -> str:
-        """The table as HTML."""
+        """Returns the table as HTML."""
         names = [name for name in COLUMNS if any(name in row for row in self.rows.values())]
         head = "".join(f"<th>{word}</th>" for word in ("step", *(COLUMNS[name].format(self.unit) for name in names)))
         body = ""

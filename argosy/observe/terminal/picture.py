@@ -1,7 +1,7 @@
-"""A run as text: one line per step, or the live picture of a terminal.
+"""Formats a run as text: one line per step, or the live picture of a terminal.
 
-The curve is recomputed only when there are new numbers. It may be drawn by another thread while numbers arrive. This module knows
-nothing of streams, and of Rich only the two classes it returns.
+The curve is recomputed only when there are new numbers. Another thread may draw it while numbers arrive. This module knows nothing of
+streams, and uses only two classes of Rich.
 """
 
 import math
@@ -14,30 +14,30 @@ from argosy.core.counts import plural
 from argosy.observe.readable import count_text, decimals, flops_text, format_bytes, format_duration, harmless, one_line
 from argosy.observe.terminal import curve
 
-# Points of the curve; beyond that, neighbors are averaged.
+# The most points of the curve. With more, neighbors are averaged.
 POINTS = 4096
 PLOT_WIDTH, PLOT_HEIGHT, SAMPLE_LINES = 76, 8, 4
-# Columns and lines of a terminal below which no curve is drawn.
+# The columns and lines of the smallest terminal in which a curve is drawn.
 NARROW, LOW = 40, 18
-# Logged steps from which the remaining time is estimated.
+# The number of latest logged steps from which the remaining time is estimated.
 RATE_WINDOW = 20
-# What objectives report of the answers that they compare: rewards, or the scores of right and wrong steps.
+# The metrics of the two completions that an objective compares: rewards, or the scores of right and wrong steps.
 SIDES = ("rewards/chosen", "rewards/rejected", "scores/right", "scores/wrong")
-# Classes whose figures fit into a line.
+# The number of classes whose metrics fit into a line.
 MOST_CLASSES = 8
 PREFERENCES = ("rewards/accuracy", "accuracy", "rewards/margin", *SIDES)
 # The x axis is logarithmic if it ends at least this many times later than it begins.
 LOG_FROM = 50.0
-# What a run counts, unless its header says something else: images, or rows.
+# The unit that a run counts, unless its header names another: images, or rows.
 TOKEN = "token"
 
 
 class Picture:
-    """The state of a run, drawn as a line or as the live picture."""
+    """The state of a run, which can be drawn as a line or as the live picture."""
 
     def __init__(self, x: str = "auto"):
         self.x, self.steps, self.now, self.is_over = x, 0, 0, False
-        # Tokens of a step: they turn the rate of the first logged steps into seconds. 0: unknown.
+        # Tokens of a step, with which the rate of the first logged step becomes an estimate of the time. 0: unknown.
         self.tokens_per_step = 0
         self.unit = TOKEN
         self.sample: tuple[int, str, str] | None = None  # step, prompt, text
@@ -51,7 +51,7 @@ class Picture:
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
         self.now, self.numbers = step, numbers
         self._times.append((time.monotonic(), step))
-        # What is learned from rewards has a loss near 0 all the time.
+        # A run that learns from rewards has a loss near 0 all the time, so its rewards are drawn.
         value = numbers.get("reward", numbers.get("loss", math.nan))
         if math.isfinite(value):
             self._losses.append((float(step), value))
@@ -63,7 +63,7 @@ class Picture:
 
     @property
     def left_s(self) -> float | None:
-        """Estimated seconds to the last step: from the last logged steps, or from the rate of the only one. None if there is none."""
+        """The estimated seconds to the last step, from the latest logged steps, or from the rate of a single one. None if unknown."""
         if not self._times or not self.steps:
             return None
         if len(self._times) < 2:
@@ -73,11 +73,11 @@ class Picture:
         return (self.steps - step1) * (t1 - t0) / (step1 - step0) if step1 > step0 else None
 
     def place(self, step: int) -> str:
-        """`step  40/300`, with the same width for every step of the run."""
+        """Returns `step  40/300`, with the same width for every step of the run."""
         return f"step {step:>{len(str(self.steps))}}/{self.steps}" if self.steps else f"step {step}"
 
     def line(self) -> str:
-        """The last step in one line."""
+        """Returns the last step in one line."""
         remaining = f"  {format_duration(self.left_s)} left" if self.left_s else ""
         words = "  ".join(filter(None, (step_text(self.numbers, self.unit), preference_text(self.numbers))))
         return f"{self.place(self.now)}  {words}{remaining}"
@@ -85,7 +85,7 @@ class Picture:
     # ---------------------------------------------------------------- the live picture
 
     def drawn(self, width: int, height: int) -> Any:
-        """The whole picture, for a terminal of this size."""
+        """Returns the whole picture for a terminal of this size in characters."""
         from rich.console import Group
 
         rows = self._plot_rows(width, height) if self._losses and width >= NARROW and height >= LOW else []
@@ -105,7 +105,7 @@ class Picture:
     def _plot(self, width: int, height: int) -> curve.Plot:
         key = (width, height, self.now, len(self.evals))
         if self._drawn is None or self._drawn[0] != key:
-            # Copies, because the run continues while this draws.
+            # Copies, because the run continues during the drawing.
             losses, evals = list(self._losses), list(self.evals.items())
             first = losses[0][0]
             points = [(float(s), n.get("eval_reward", n.get("eval_loss", math.nan))) for s, n in evals]
@@ -152,7 +152,7 @@ class Picture:
         step, prompt, text = self.sample
         lines = harmless(prompt + text).strip("\n").splitlines() or [""]
         pieces = [piece for line in lines for piece in chop_cells(line, max(2, width - 3)) or [""]]
-        # Always the same number of lines, so that nothing jumps.
+        # The number of lines is constant, so that the picture does not jump.
         pieces = pieces[:SAMPLE_LINES] + [""] * (SAMPLE_LINES - len(pieces))
         title = f"sample at step {step}, prompt {one_line(prompt)}" if prompt else f"sample at step {step}"
         return [line_of(title, "dim"), *(line_of(f"  {piece}", "italic") for piece in pieces)]
@@ -161,7 +161,7 @@ class Picture:
 # ---------------------------------------------------------------- words
 
 
-# Entries of a header that take whole lines.
+# The entries of a header that take whole lines.
 WIDE = (
     *("command", "versions", "weights", "adapter", "tokenizer", "corpus", "rollout", "samplers", "environment", "rewards", "whole"),
     "tuned",
@@ -170,7 +170,7 @@ WIDE = (
 
 
 def header_lines(facts: Mapping[str, Any]) -> list[str]:
-    """A run's header: long entries on lines of their own, short ones in two columns."""
+    """Formats a run's header, with long entries on lines of their own and short ones in two columns."""
     facts = dict(facts)
     tokens, steps, unit = facts.pop("tokens_per_step", None), facts.pop("steps", None), facts.pop("unit", TOKEN)
     work, devices = facts.pop("flops_per_step", None), facts.pop("devices", 1)
@@ -200,7 +200,7 @@ def header_lines(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _wide(name: str, value: Any) -> str:
-    """A header entry that takes a whole line: bytes by kind, versions by package, or text."""
+    """Formats a header entry that takes a whole line: bytes by kind, versions by package, or text."""
     if not value:
         return ""
     if name == "memory":
@@ -211,17 +211,18 @@ def _wide(name: str, value: Any) -> str:
 
 
 def memory_words(sizes: Mapping[str, int]) -> str:
-    """`814 MiB: parameters 3.50 MiB, ...`, from bytes by kind and in total; `host` is beside the total."""
+    """Formats memory as `814 MiB: parameters 3.50 MiB, ...`. `sizes`: the bytes by kind, in `total`, and in the memory of the `host`,
+    which the total does not include."""
     kinds = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in sizes.items() if kind not in ("total", "host") and size)
     host = f"; {format_bytes(sizes['host'])} in the host's memory" if sizes.get("host") else ""
     return f"{format_bytes(sizes['total'])}: {kinds}{host}"
 
 
 def step_text(numbers: Mapping[str, float], unit: str = TOKEN) -> str:
-    """The numbers of a step that are worth watching, as text.
+    """Formats the most important metrics of a step.
 
     Args:
-        unit: what the run counts.
+        unit: the unit that the run counts, such as token.
     """
     words = [f"reward {numbers['reward']:.3f}"] if "reward" in numbers else []
     if "answers/tokens" in numbers:
@@ -244,8 +245,8 @@ def step_text(numbers: Mapping[str, float], unit: str = TOKEN) -> str:
 
 
 def preference_text(numbers: Mapping[str, float], before: str = "") -> str:
-    """The numbers of a step that compares answers, as text: `accuracy 75.0%  margin 0.12 (chosen 0.1, rejected -0.02)`. Empty for
-    other steps. before: what the names begin with, `eval_` of evaluations."""
+    """Formats the metrics of a step that compares completions: `accuracy 75.0%  margin 0.12 (chosen 0.1, rejected -0.02)`. Empty for
+    other steps. `before`: the prefix of the names, `eval_` for evaluations."""
     preferences = {name: numbers[before + name] for name in PREFERENCES if before + name in numbers}
     accuracy = next((preferences[name] for name in ("rewards/accuracy", "accuracy") if name in preferences), None)
     words = [] if accuracy is None else [f"accuracy {accuracy:.1%}"]
@@ -258,7 +259,7 @@ def preference_text(numbers: Mapping[str, float], before: str = "") -> str:
 
 
 def evaluation_text(numbers: Mapping[str, float]) -> str:
-    """The numbers of an evaluation, as text."""
+    """Formats the metrics of an evaluation."""
     words = [f"eval loss {decimals(numbers['eval_loss'])}"] if "eval_loss" in numbers else []
     if "eval_reward" in numbers:
         words.append(f"eval reward {numbers['eval_reward']:.3f} of {numbers['eval_prompts']:.0f} greedy answers")
@@ -283,7 +284,7 @@ def evaluation_text(numbers: Mapping[str, float]) -> str:
 
 
 def line_of(text: str, style: str = "") -> Any:
-    """One line for Rich, cut at the terminal's width; markup in it is not interpreted."""
+    """Returns a line for Rich, which is cut at the width of the terminal. Markup in the text is not interpreted."""
     from rich.text import Text
 
     return Text(text, style=style, no_wrap=True, overflow="ellipsis", end="\n")

@@ -1,8 +1,9 @@
-"""Trackers: other programs that show a run's numbers. `track=tensorboard`, `track='[{name: wandb, project: mine}]'`, several times.
+"""Trackers: other programs that display the metrics of a run. They are set by `track=tensorboard` or
+`track='[{name: wandb, project: mine}]'`, which may be repeated.
 
-The truth is metrics.jsonl. A tracker is sent its lines, from a position that the run directory remembers (`follow`), so it catches up
-after a kill, an outage or a run without it, and it never stops a run. A package of one's own registers a class of settings that derives
-from `TrackerSettings`, by the entry point `argosy.trackers`, or is named as FILE.py:CLASS.
+Trackers are sent the lines of metrics.jsonl, from a position that the run directory remembers (`follow`). So they catch up after a
+kill, an outage or a run without them, and they never stop a run. A package can add a tracker by a settings class that derives from
+`TrackerSettings` and is registered under the entry point `argosy.trackers`, or named as FILE.py:CLASS.
 """
 
 from argosy.core.registry import Registry

@@ -1,4 +1,4 @@
-"""What every tracker is: settings that open a connection, to which numbers of steps are sent in their order."""
+"""The interface of trackers: settings that open a connection, to which the metrics of steps are sent in order."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ FOLDER = "trackers"
 class TrackedRun:
     """The run that a tracker shows.
 
-    name: of the run: its directory's.
-    folder: where the tracker may keep files: under the run directory, or under the working directory for a run elsewhere.
-    config: settings and facts of the run, flat.
+    name: the name of the run directory.
+    folder: the folder in which the tracker may keep files. It is in the run directory, or in the working directory for a remote run.
+    config: the settings and facts of the run, by dotted name.
     """
 
     name: str
@@ -26,19 +26,19 @@ class TrackedRun:
 
 
 class Connection(Protocol):
-    """An open tracker. Every method may raise: what was not flushed is sent again."""
+    """An open tracker. Every method may raise an error, after which all metrics since the last flush are sent again."""
 
-    # What finds the same run in the tracker when the run resumes; empty if nothing is needed.
+    # The id by which the tracker finds the same run when it resumes; empty if none is needed.
     id: str
-    # Whether each step is logged once: it is sent when a later one has begun, with all its numbers.
+    # Whether each step must be logged once. It is then sent with all its metrics when a later step has begun.
     whole_steps: bool
 
     def log(self, step: int, numbers: Mapping[str, float], time: float) -> None:
-        """Numbers of a step, at a time in seconds since 1970. Steps never fall."""
+        """Sends metrics of a step. `time`: seconds since 1970. Steps never decrease between calls."""
         ...
 
     def flush(self) -> None:
-        """Returns when everything logged is where a kill of this process does not lose it."""
+        """Waits until everything logged is stored so that it survives a kill of this process."""
         ...
 
     def close(self) -> None: ...

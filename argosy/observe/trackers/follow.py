@@ -1,9 +1,9 @@
-"""Sends the lines of metrics.jsonl to trackers, in a thread for each, from where it was before.
+"""Sends the lines of metrics.jsonl to trackers, each in its own thread, from the position that it had reached before.
 
-A step never waits for a tracker, and a tracker that fails never stops a run: what it was not sent stays in the file, and the next
-attempt, or the next start of the run, goes on from the position in `trackers/NAME.json`. The position is written after the tracker has
-flushed, so a kill between the two sends some lines twice, and loses none. Steps that a resumed run writes again have the same values; a
-tracker gets each number of a step once.
+A step never waits for a tracker, and a tracker that fails never stops a run. Lines that were not sent stay in the file, and the next
+attempt, or the next start of the run, continues at the position in `trackers/NAME.json`. The position is written after the tracker has
+flushed. So if the process is killed in between, some lines are sent twice, but none is lost. A resumed run writes some steps again with
+the same values; a tracker gets each metric of a step once.
 """
 
 import json
@@ -19,14 +19,14 @@ from argosy.core.storage import Store
 from argosy.observe.metrics import FILE
 from argosy.observe.trackers.base import FOLDER, Connection, TrackedRun, TrackerSettings
 
-# Seconds between two looks at the file, between two attempts of a tracker that failed, and how long the end of a run waits for one.
+# Seconds between two looks at the file, between two attempts after a failure, and of waiting for a tracker at the end of a run.
 LOOK_S, AGAIN_S, LAST_S = 1.0, 20.0, 30.0
-# Lines between two positions that are written.
+# The most lines that are sent before the position is written.
 BATCH = 200
 
 
 def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a line, without its step."""
+    """Returns the metrics of a line, without its step."""
     out = {}
     for name, value in line.items():
         number = float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else value
@@ -36,11 +36,14 @@ def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Follower:
-    """One tracker of a run, and how far it has come.
+    """Sends the metrics of a run to one tracker, and remembers the position in the metrics file.
 
     Args:
-        name: a name for its file.
-        say: called with a sentence when it fails, and when it has caught up.
+        name: the name of the tracker's file with the position.
+        settings: the settings of the tracker.
+        store: the run directory.
+        run: the run, as the tracker displays it.
+        say: called with a sentence when the tracker fails, and when it has caught up.
     """
 
     def __init__(self, name: str, settings: TrackerSettings, store: Store, run: TrackedRun, say: Callable[[str], None]):
@@ -48,7 +51,7 @@ class Follower:
         self.file = f"{FOLDER}/{name}.json"
         before: dict[str, Any] = json.loads(store.read_text(self.file)) if store.exists(self.file) else {}
         self.position, self.id = int(before.get("position", 0)), str(before.get("id", ""))
-        # {number: the last step of which it was sent}
+        # {metric: the last step for which it was sent}
         self.sent: dict[str, int] = {name: int(step) for name, step in before.get("sent", {}).items()}
         self.connection: Connection | None = None
         self.failed = False
@@ -59,7 +62,7 @@ class Follower:
         self._thread.start()
 
     def close(self, seconds: float = LAST_S) -> None:
-        """Sends what is left, if that is possible in so many seconds."""
+        """Sends the remaining lines, and waits at most this many seconds for that."""
         self._ends.set()
         self._thread.join(seconds)
         if self._thread.is_alive() or self.failed:
@@ -67,7 +70,7 @@ class Follower:
 
     def _follow(self) -> None:
         while True:
-            # Asked before the last look, so that nothing comes after it.
+            # This is checked before the last look at the file, so that no line is missed.
             last = self._ends.is_set()
             try:
                 if self.connection is None:
@@ -90,14 +93,14 @@ class Follower:
             self._ends.wait(AGAIN_S if self.failed else LOOK_S)
 
     def send(self, connection: Connection, last: bool = False) -> int:
-        """Sends the next complete lines, and writes the position. Returns how many there were.
+        """Sends the next complete lines, and writes the position. Returns the number of lines.
 
         Args:
-            last: no more will come.
+            last: whether the file is complete.
         """
         lines = next_lines(self.store, self.position, BATCH)
         if connection.whole_steps and not last:
-            # More of the newest step may come.
+            # Further lines of the newest step may follow.
             newest = max((line["step"] for line, _ in lines if "step" in line), default=None)
             while lines and lines[-1][0].get("step") == newest:
                 lines.pop()
@@ -108,7 +111,7 @@ class Follower:
             if not isinstance(step, int):
                 continue
             new = {name: number for name, number in numbers_of(line).items() if step > sent.get(name, -1)}
-            # A tracker's steps never fall: what a resumed run writes again is there already.
+            # Steps of a tracker must not decrease. It already has the lines that a resumed run writes again.
             if new and step >= max(sent.values(), default=-1):
                 connection.log(step, new, time.time())
                 sent |= dict.fromkeys(new, step)
@@ -119,7 +122,7 @@ class Follower:
 
 
 def by_whole_steps(lines: Sequence[tuple[dict[str, Any], int]]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Neighboring lines of one step as one: (step, line)."""
+    """Merges neighboring lines of the same step. Yields (step, line)."""
     for step, group in groupby((line for line, _ in lines), key=lambda line: line.get("step")):
         together: dict[str, Any] = {}
         for line in group:
@@ -128,8 +131,12 @@ def by_whole_steps(lines: Sequence[tuple[dict[str, Any], int]]) -> Iterator[tupl
 
 
 def next_lines(store: Store, position: int, most: int) -> list[tuple[dict[str, Any], int]]:
-    """Complete lines of the metrics file from a position in bytes, each with the position after it. Where the file has become shorter,
-    its torn last line was dropped, and no complete one begins before."""
+    """Reads complete lines of the metrics file from a position in bytes. Returns each line with the position after it. If the file has
+    become shorter, only an incomplete last line was removed, so no complete line is missed.
+
+    Args:
+        most: the most lines to read.
+    """
     if not store.exists(FILE):
         return []
     if store.is_local:
@@ -146,7 +153,7 @@ def next_lines(store: Store, position: int, most: int) -> list[tuple[dict[str, A
         try:
             out.append((json.loads(raw), position))
         except ValueError:
-            # Torn by a kill.
+            # The line is incomplete because the process was killed.
             out.append(({}, position))
     return out
 
@@ -168,7 +175,7 @@ class Trackers:
 
 
 def flat_config(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as trackers show them: numbers, texts and switches by dotted name."""
+    """Returns settings as trackers display them: numbers, texts and booleans by dotted name. Other values become texts."""
     plain = (str, int, float, bool)
     return {
         key: value if isinstance(value, plain) and (not isinstance(value, float) or math.isfinite(value)) else str(value)

@@ -1,4 +1,4 @@
-"""MLflow, on its server or in a database file of the run directory."""
+"""Sends metrics to MLflow, on its server or in a database file of the run directory."""
 
 import os
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 from argosy.observe.trackers.base import TrackedRun, TrackerSettings
 from argosy.observe.trackers.packages import check_package, tracker_package
 
-# A parameter's text may have so many characters.
+# The most characters of a parameter's text.
 PARAMETER = 500
 
 
@@ -27,7 +27,7 @@ class MLflow(TrackerSettings):
 
 
 class MlflowRun:
-    """A run of MLflow, by its client, which keeps no state of the process."""
+    """A connection to a run of MLflow. It uses MLflow's client, which has no global state in this process."""
 
     whole_steps = False
 

@@ -1,4 +1,4 @@
-"""The packages of trackers, which are extras."""
+"""Imports the packages of trackers, which are optional extras."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -12,7 +12,7 @@ def check_package(package: str, tracker: str) -> None:
     """Checks that a tracker's package is installed, without importing it.
 
     Raises:
-        BadInput: it is not.
+        BadInput: the package is not installed.
     """
     if find_spec(package) is None:
         problem = f"the package {package} is not installed"
@@ -20,10 +20,10 @@ def check_package(package: str, tracker: str) -> None:
 
 
 def tracker_package(package: str, tracker: str) -> Any:
-    """A tracker's package, imported.
+    """Imports and returns a tracker's package.
 
     Raises:
-        BadInput: it is not installed.
+        BadInput: the package is not installed.
     """
     check_package(package, tracker)
     return import_module(package)

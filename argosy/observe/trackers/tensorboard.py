@@ -1,8 +1,8 @@
-"""TensorBoard: a file of events that `tensorboard --logdir RUN` reads. Written without its package.
+"""Writes event files that `tensorboard --logdir RUN` reads, without TensorBoard's package.
 
-A file of events is a TFRecord file of protocol buffers: `Event` with wall_time = 1 (double), step = 2 (varint), file_version = 3 and
-summary = 5, which has value = 1 with tag = 1 and simple_value = 2 (float). Each start of a run begins a file; TensorBoard reads all of
-them as one run.
+An event file is a TFRecord file of protocol buffers: `Event` with wall_time = 1 (double), step = 2 (varint), file_version = 3 and
+summary = 5, which has value = 1 with tag = 1 and simple_value = 2 (float). Each start of a run begins a new file. TensorBoard reads all
+files as one run.
 """
 
 import os
@@ -26,13 +26,13 @@ class TensorBoard(TrackerSettings):
 
 
 class EventFile:
-    """A file of events, written as numbers come."""
+    """An event file to which metrics are appended."""
 
     id, whole_steps = "", False
 
     def __init__(self, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
-        # The name begins as TensorBoard looks for it; the rest tells files of one second apart.
+        # TensorBoard recognizes files by this prefix. The rest distinguishes files of the same second.
         self.path = folder / f"events.out.tfevents.{clock.time():.6f}.{os.getpid()}"
         self.file = self.path.open("ab")
         self.file.write(tf_record(event(clock.time(), version="brain.Event:2")))
@@ -48,7 +48,7 @@ class EventFile:
 
 
 def event(time: float, step: int = 0, numbers: Mapping[str, float] | None = None, version: str = "") -> bytes:
-    """An `Event` as bytes."""
+    """Encodes an `Event`."""
     out = b"\x09" + struct.pack("<d", time)
     if step:
         out += b"\x10" + base_128(step)
@@ -61,12 +61,12 @@ def event(time: float, step: int = 0, numbers: Mapping[str, float] | None = None
 
 
 def field(number: int, content: bytes) -> bytes:
-    """A field of bytes."""
+    """Encodes a protocol buffer field that holds bytes."""
     return base_128(number << 3 | 2) + base_128(len(content)) + content
 
 
 def base_128(value: int) -> bytes:
-    """An unsigned integer, seven bits a byte."""
+    """Encodes an unsigned integer as a varint, with seven bits per byte."""
     out = bytearray()
     while value > 127:
         out.append(value & 127 | 128)
@@ -75,7 +75,7 @@ def base_128(value: int) -> bytes:
 
 
 def tf_record(content: bytes) -> bytes:
-    """A TFRecord: length, its checksum, content, its checksum."""
+    """Encodes a TFRecord: length, checksum of the length, content, checksum of the content."""
     length = struct.pack("<Q", len(content))
     sums = [struct.pack("<I", each) for each in masked_crc32c([length, content])]
     return length + sums[0] + content + sums[1]

@@ -1,4 +1,4 @@
-"""trackio, Hugging Face's local tracker: a database file that `trackio show` displays."""
+"""Sends metrics to trackio, Hugging Face's local tracker, whose database file `trackio show` displays."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,13 +23,13 @@ class Trackio(TrackerSettings):
 
 
 class TrackioRun:
-    """A run of trackio."""
+    """A connection to a run of trackio."""
 
     whole_steps = False
 
     def __init__(self, settings: Trackio, run: TrackedRun, id: str):
         trackio = tracker_package("trackio", "trackio")
-        # Runs are found by their names.
+        # trackio finds runs by their names.
         self.id = id or run.name
         more = {} if settings.space is None else {"space_id": settings.space}
         self.run: Any = trackio.init(

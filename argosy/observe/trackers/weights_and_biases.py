@@ -1,4 +1,4 @@
-"""Weights & Biases. Without a network or a key it writes files that `wandb sync` uploads later, under the same run."""
+"""Sends metrics to Weights & Biases. Without a network or a key, it writes files that `wandb sync` later uploads to the same run."""
 
 import os
 import socket
@@ -35,7 +35,7 @@ class WeightsAndBiases(TrackerSettings):
 
 
 class WandbRun:
-    """A run of Weights & Biases, which ignores what comes for a step that is committed."""
+    """A connection to a run of Weights & Biases. Further metrics of a committed step would be ignored."""
 
     whole_steps = True
 
@@ -57,11 +57,11 @@ class WandbRun:
         )
 
     def log(self, step: int, numbers: Mapping[str, float], time: float) -> None:
-        # Committed at once: a step is complete in its file only then.
+        # Committed at once, because only then the step is complete in the file.
         self.run.log(dict(numbers) | {"_timestamp": time}, step=step, commit=True)
 
     def flush(self) -> None:
-        # Its own process writes what it was sent.
+        # A process of wandb writes what it was sent.
         return
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class WandbRun:
 
 
 def is_reachable() -> bool:
-    """Whether there is a key, and a server that answers."""
+    """Whether there is a key and the server answers."""
     if not os.environ.get("WANDB_API_KEY") and not Path("~/.netrc").expanduser().is_file():
         return False
     place = urlsplit(os.environ.get("WANDB_BASE_URL", HOST))
