@@ -1,1 +1,1 @@
-"""Functions from model to model, applied to weights from outside: no model file knows of them."""
+"""Adapters, quantization and rotations: functions that change a model from outside. No model file knows of them."""

@@ -16,17 +16,17 @@ from argosy.models.parts.weight import Draw, Frozen, Meaning, weight
 
 
 class AdapterIds(nnx.Variable):
-    """The adapter of each token of a step, [1 tokens]; -1 for none."""
+    """The index of the adapter of each token of a step, [1 tokens]; -1 for none."""
 
 
 class Bank(ContractionWrapper):
     """A contraction with the factors of several adapters.
 
     Args:
-        of: the contraction it replaces.
-        adapters: number of adapters.
-        rank: largest rank of an adapter.
-        chosen: the adapter of each token; one variable for all contractions that read the same tokens.
+        of: the contraction that the bank replaces.
+        adapters: the number of adapters.
+        rank: the largest rank of an adapter.
+        ids: the index of the adapter of each token. All contractions that read the same tokens share this variable.
     """
 
     def __init__(self, of: Contraction, adapters: int, rank: int, ids: AdapterIds):
@@ -60,22 +60,23 @@ class Bank(ContractionWrapper):
         return self.of.take(ids) + low @ self._side_by_side(self.b[...], 0)
 
     def _side_by_side(self, factor: Array, at: int) -> Array:
-        """A factor with the columns of all adapters as one axis, which is number `at`."""
+        """Returns a factor with the columns of all adapters as a single axis, at index `at`."""
         return factor.reshape(*factor.shape[:at], self.adapters * self.rank, *factor.shape[at + 2 :])
 
     def _mask_others(self, low: Float[Array, "... r"], ids: Int[Array, "..."]) -> Float[Array, "... r"]:
-        """Zeros in the columns of other adapters. Padding may contain NaN, so nothing is multiplied."""
+        """Sets the columns of other adapters to zero. They are selected and not multiplied with zero, because padding may be NaN."""
         mine = ids[..., None] == jnp.arange(self.adapters)
         columns = low.reshape(*low.shape[:-1], self.adapters, self.rank)
         return jnp.where(mine[..., None], columns, 0).reshape(low.shape)
 
 
 def bank_refusal(name: str, of: Contraction, tied: bool) -> str | None:
-    """Why a contraction of the serving model cannot have a bank; None if it can.
+    """Returns the reason why a contraction of the serving model cannot have a bank; None if it can.
 
     Args:
-        name: its dotted name.
-        tied: whether the head is the embedding.
+        name: the dotted name of the contraction.
+        of: the contraction.
+        tied: whether the head is tied to the embedding.
     """
     if of.chooses:
         return "its output only selects something"

@@ -1,8 +1,8 @@
-"""The frozen base under adapters: freezing a model, and filling it from the weights of the plain one.
+"""Freezes the base model under adapters, and fills it with the weights of the plain model.
 
-A base is never trained, never donated to a step and never saved with a run: it is read again from its source, and identified by its
-content. Its weights keep their names: "layers.3.attn.q.w" of the file fills "layers.3.attn.q.of.w" under an adapter, or the codes and
-scales of that weight.
+A base is never trained, never donated to a step and never saved with a run. It is read again from its source and identified by its
+content. The weight "layers.3.attn.q.w" of the source fills "layers.3.attn.q.of.w" under an adapter, or the codes and scales of that
+weight.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,26 +21,26 @@ from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.weight import Frozen, Moved, put, storage_dtype, variables
 from argosy.parallel.place import on_devices
 
-# Of a LoRA and a DoRA: everything that is not the contraction below.
+# The variables of LoRA and DoRA apart from those of the contraction under the adapter.
 FACTORS = ("a", "b", "a0", "b0", "m")
 
 
 class Still(Frozen):
-    """A router's bias in a frozen model, which no rule updates. It stays float32, as in a trained model."""
+    """The bias of a router in a frozen model, which is not updated. It stays float32, as in a trained model."""
 
     exact = True
 
 
 class Retrained(nnx.Param):
-    """A weight that is trained in full beside adapters, and saved with them."""
+    """A weight that is trained in full while adapters are trained, and saved with them."""
 
 
 def frozen(model: nnx.Module, dtype: Any = None, but: Sequence[str] = ()) -> None:
-    """Freezes every weight of a model, including those that training updates by a rule.
+    """Freezes every weight of a model in place, including weights that training updates by a rule and not by gradients.
 
     Args:
-        dtype: the type of the weights' descriptions, except of those that are always float32.
-        but: names of modules whose weights become `Retrained` instead, in their own type.
+        dtype: the new type of weights that are still descriptions, except those that are always float32.
+        but: the names of modules whose weights become `Retrained` instead. They keep their type.
     """
     for address, v in variables(model).items():
         metadata = {key: v.get_metadata()[key] for key in ("meaning", "draw")}
@@ -55,12 +55,12 @@ def frozen(model: nnx.Module, dtype: Any = None, but: Sequence[str] = ()) -> Non
 
 
 def retrained_addresses(model: nnx.Module) -> set[str]:
-    """The addresses of the weights that are trained in full beside adapters."""
+    """Returns the names of the parameters that are trained in full while adapters are trained."""
     return {address for address, v in variables(model).items() if isinstance(v, Retrained)}
 
 
 def base_addresses(model: nnx.Module) -> set[str]:
-    """The addresses of the weights that come from the base: all that are neither factors of an adapter nor trained in full."""
+    """Returns the names of the base's parameters: all that are neither factors of a trained adapter nor trained in full."""
     names = {".".join(map(str, path)) for path, module in nnx.iter_modules(model) if _is_trained(module)}
     factors = {f"{name}.{factor}" for name in names for factor in FACTORS}
     return set(variables(model)) - factors - retrained_addresses(model)
@@ -113,14 +113,14 @@ def fill_base(
     fresh: bool = False,
     iterations: int | None = None,
 ) -> None:
-    """Fills the base of a model with adapters, or of a quantized model, one weight at a time.
+    """Fills the base of a model with adapters, or a quantized model, one weight at a time.
 
     Args:
-        weights: the stored addresses of the plain model in the same layout, and their arrays.
-        dtype: the type to keep float weights in; that of their descriptions by default.
-        place: (address) -> its sharding.
-        fresh: whether the factors that start from the weights (PiSSA's and DoRA's) are filled too.
-        iterations: number of iterations of PiSSA's randomized SVD; None: the exact SVD.
+        weights: (parameter name, array) for the weights of the plain model in the same layout.
+        dtype: the type in which float weights are kept. The default is the type of their descriptions.
+        place: maps the name of a parameter to its sharding.
+        fresh: whether to fill also the factors that are initialized from the weights (those of PiSSA and DoRA).
+        iterations: the number of iterations of PiSSA's randomized SVD. None computes the exact SVD.
     """
     by_address = variables(model)
 

@@ -1,6 +1,6 @@
-"""Rotations of weights: Hadamard matrices (`ops.hadamard`) with random signs.
+"""Makes rotation matrices for weights: Hadamard matrices (`ops.hadamard`) with random signs.
 
-Sizes that have no Hadamard matrix of Sylvester and Paley get a random orthogonal matrix for their odd part.
+A size without a Hadamard matrix of Sylvester and Paley gets a random orthogonal matrix for its odd factor.
 """
 
 import numpy as np
@@ -9,8 +9,8 @@ from argosy.ops.hadamard import paley_part
 
 
 def hadamard_rotation(n: int, seed: int) -> tuple[np.ndarray, bool]:
-    """An orthogonal matrix [n n] in float64 that spreads each coordinate over all, with random signs (QuaRot, arXiv:2404.00456, section
-    3); and whether it is a Hadamard matrix."""
+    """Returns an orthogonal matrix [n n] in float64 with random signs that spreads each coordinate over all coordinates (QuaRot,
+    arXiv:2404.00456, section 3), and whether it is a Hadamard matrix."""
     rng = np.random.default_rng(seed)
     matrix, power = paley_part(n)
     is_hadamard = matrix is not None

@@ -1,20 +1,20 @@
 """Low-rank adapters: y = W x + gain B A x, where gain = alpha / rank. Hu et al. 2021 (arXiv:2106.09685).
 
-The factors follow from the contraction's equation: A has the summed letters, B the kept ones. Grouped weights have an A and a B
-for each expert, on the same route. A starts uniformly scattered with the variance of the PEFT library, 1 / (3 fan-in), and B at
-zero, so the model starts unchanged; W is frozen and may be quantized (QLoRA, arXiv:2305.14314).
+The shapes of the factors follow from the contraction's equation: A has the summed letters, B the kept ones. Weights of experts have an
+A and a B for each expert, with the same routing. A is initialized uniformly with the variance of the PEFT library, 1 / (3 fan-in), and
+B with zeros, so the model starts unchanged. W is frozen and may be quantized (QLoRA, arXiv:2305.14314).
 
     rsLoRA   gain = alpha / sqrt(rank)                                     arXiv:2312.03732
     PiSSA    y = W x + gain (B A - B0 A0) x                                 arXiv:2404.02948
     DoRA     y = m / |W + gain B A| (W x + gain B A x)                      arXiv:2402.09353
 
-With dropout, numbers of the adapter's input are dropped in training: y = W x + gain B A drop(x), as in PEFT. It happens only in a
-model that `dropping` gave keys, as a training step does; evaluation, samples and frozen copies have none.
+With dropout, elements of the adapter's input are dropped in training, y = W x + gain B A drop(x), as in PEFT. That happens only if
+`dropping` has given the model keys, as a training step does. Evaluations, samples and frozen copies have no dropout.
 
-Where they differ from the papers: PiSSA keeps W and subtracts what the factors started from, instead of storing W - gain B0 A0.
-That is the same function, the base stays the file's own, and it is the form that PEFT converts to on export. DoRA's norm, of each
-output channel, is a constant for the gradient, as in section 4.3 there and in PEFT. With dropout, PEFT also drops the input of that
-part of W x by which DoRA changes it; here W x is whole.
+Differences from the papers: PiSSA keeps W and subtracts the initial product of the factors, instead of storing W - gain B0 A0. That is
+the same function, leaves the base as it is in its file, and is the form that PEFT converts to on export. The norm of DoRA, for each
+output channel, is a constant for the gradient, as in section 4.3 of the paper and in PEFT. With dropout, PEFT also drops the input of
+the part of W x by which DoRA changes it. Here W x has no dropout.
 """
 
 import math
@@ -38,30 +38,30 @@ from argosy.ops.native.products import Panels
 from argosy.ops.precision import sums_in
 from argosy.ops.quantized import Quantized
 
-# Folded into the key of a step, from which others draw too.
+# Folded into the random key of a step, because other code draws from that key too.
 FOLDED = 0xD0
 
 
 class Key(nnx.Variable):
-    """The random key of an adapter's dropout in one pass; one for each layer where layers are stacked."""
+    """The random key of an adapter's dropout in one pass. Stacked layers have one key for each layer."""
 
 
 class LoRA(ContractionWrapper):
     """A contraction with an adapter. Its factors are descriptions until `fill` draws them.
 
     Args:
-        of: the contraction; its weight and bias are frozen.
-        rank: columns of A.
-        alpha: alpha / rank is the gain.
-        gain: in place of alpha / rank.
-        start: the product of further, frozen factors of the same shapes is subtracted: what A and B started from (PiSSA).
+        of: the contraction. Its weight and bias are frozen.
+        rank: the number of columns of A.
+        alpha: determines the gain, alpha / rank.
+        gain: replaces alpha / rank.
+        start: whether the adapter has the frozen initial factors of A and B, whose product is subtracted (PiSSA).
         dropout: the share of the adapter's input that a training step drops. Lookups of an embedding drop nothing, as in PEFT.
 
     Raises:
-        Unsupported: dropout where other equations contract the weight too (latent attention).
+        Unsupported: dropout is set for a weight that other equations contract too (latent attention).
     """
 
-    # Only while a training step runs.
+    # Set only while a training step runs.
     key: Key
 
     def __init__(
@@ -102,7 +102,7 @@ class LoRA(ContractionWrapper):
         return self.of.product(x, route, dtype=dtype) + self.gain * self._low_rank(x, route, dtype)
 
     def _low_rank(self, x: Float[Array, "..."], route: Route | None, dtype: Any) -> Float[Array, "..."]:
-        """B A x, less what it was at the start."""
+        """Returns B A x, minus the product of the initial factors (PiSSA)."""
         x = self._dropped(x)
 
         def through(a: nnx.Variable, b: nnx.Variable) -> Array:
@@ -112,7 +112,7 @@ class LoRA(ContractionWrapper):
         return low if self.a0 is None or self.b0 is None else low - through(self.a0, self.b0)
 
     def _dropped(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """The input with a share of its numbers set to zero, and the others divided by the rest; as it is without a key."""
+        """Applies dropout to the input, and divides kept elements by 1 - dropout. Without a key, returns the input unchanged."""
         key: nnx.Variable | None = getattr(self, "key", None)
         if key is None:
             return x
@@ -149,7 +149,7 @@ class LoRA(ContractionWrapper):
         return self.up.split(",")[1].split("->")[0]
 
     def effective(self) -> Array:
-        """The weight with the adapter, W + gain (B A - B0 A0), in float32 and the axes of W."""
+        """Returns the weight with the adapter, W + gain (B A - B0 A0), in float32 and with the axes of W."""
         return self._with_adapter(_floats(self.of))
 
     def _with_adapter(self, w: Array) -> Array:
@@ -161,10 +161,11 @@ class LoRA(ContractionWrapper):
         return w + self.gain * delta.astype(w.dtype)
 
     def merged(self) -> Einsum:
-        """The weight with the adapter merged, added in float32 and kept in the type of W. This module is unchanged.
+        """Returns a contraction whose weight includes the adapter, added in float32 and rounded to the type of W. This module is
+        unchanged.
 
         Raises:
-            ValueError: W is quantized: merging would round the adapter away.
+            ValueError: W is quantized, so that merging would lose the adapter by rounding.
         """
         if not isinstance(self.of, Einsum):
             raise ValueError(f"{self.eq}: the weight under the adapter is {type(self.of).__name__}, not float")
@@ -176,11 +177,11 @@ class LoRA(ContractionWrapper):
         return of
 
     def start_from(self, w: np.ndarray, iterations: int | None = None) -> dict[str, np.ndarray]:
-        """The initial factors that depend on the weight: {name of a variable: array}. Empty for random factors.
+        """Returns the initial values that depend on the weight, {name of a variable: array}. Empty if the factors start at random.
 
         Args:
-            w: the weight, float32, in its stored axes.
-            iterations: number of iterations of a randomized SVD; None: the exact SVD.
+            w: the weight, float32, with its stored axes.
+            iterations: the number of iterations of a randomized SVD. None computes the exact SVD.
         """
         if self.a0 is None:
             return {}
@@ -189,7 +190,7 @@ class LoRA(ContractionWrapper):
 
 
 class Fixed(LoRA):
-    """A contraction with an adapter that is not trained, under another one. Its gain is in B."""
+    """A contraction with a frozen adapter, on which another adapter may be trained. Its gain is multiplied into B."""
 
     def __init__(self, of: Contraction, rank: int):
         super().__init__(of, rank, float(rank), gain=1.0)
@@ -201,8 +202,8 @@ class Fixed(LoRA):
 class DoRA(LoRA):
     """A contraction with a weight-decomposed adapter.
 
-    m: the magnitude of each output channel, trained; initialized to that of W.
-    ratio: m / |W + gain B A|, once `settle` has computed it; until then every call computes the norms.
+    m: the trained magnitude of each output channel, initialized to that of W.
+    ratio: m / |W + gain B A|, set by `settle`. Before, every call computes the norms.
     """
 
     def __init__(self, of: Contraction, rank: int, alpha: float, *, gain: float | None = None, dropout: float = 0.0):
@@ -226,16 +227,17 @@ class DoRA(LoRA):
         raise ValueError(f"{self.eq}: DoRA on an embedding")
 
     def effective(self) -> Array:
-        """The weight with the adapter, m (W + gain B A) / |W + gain B A|, in float32 and the axes of W."""
+        """Returns the weight with the adapter, m (W + gain B A) / |W + gain B A|, in float32 and with the axes of W."""
         whole = super().effective()
         return whole * jnp.expand_dims(self._ratio(), self._inner_axes())
 
     def settle(self) -> None:
-        """Computes the ratio once, for a model that is not trained further: it costs 2 rank + 3 FLOPs a weight in every call."""
+        """Computes the ratio once, for a model that is not trained further. It would cost 2 rank + 3 FLOPs per weight in every call."""
         self.ratio = Frozen(self._ratio(), meaning=self.m.get_metadata()["meaning"], draw=Draw())
 
     def before_split(self) -> "DoRA":
-        """A copy with its ratio computed from all features, since a shard could only compute the norms of its own."""
+        """Returns a copy whose ratio is computed from all features, because a shard could only compute the norms of its own
+        features."""
         if getattr(self, "ratio", None) is not None:
             return self
         clone = nnx.merge(*nnx.split(self))
@@ -255,9 +257,9 @@ class DoRA(LoRA):
 
 
 def dropping(model: nnx.Module, key: Array) -> None:
-    """Gives every adapter with dropout its own key for one pass: the given key, folded with the per-layer name of its contraction. So
-    dropout differs between layers, and is the same for scanned and unrolled layers. Without dropout, the model and its traces do not
-    change.
+    """Gives every adapter with dropout a key for one pass: the given key, folded with the per-layer name of the contraction. So dropout
+    differs between layers, and is the same for scanned and unrolled layers. Changes the model in place; without dropout, neither the
+    model nor its traces change.
     """
     names = layer_addresses(model)
     for path, module in [*nnx.iter_modules(model)]:
@@ -270,8 +272,8 @@ def dropping(model: nnx.Module, key: Array) -> None:
 
 
 def without_adapters(model: nnx.Module) -> Any:
-    """The model with its adapters switched off: the frozen base, quantized or not. It is a new model that shares every weight with this
-    one, which does not change. It may be called inside a jitted step, for the reference of a preference loss; nothing is copied.
+    """Returns the frozen base of a model, without its adapters. It is a new model that shares every weight with this one, which does
+    not change. This may be called inside a jitted step, for the reference model of a preference loss, and copies nothing.
 
     Raises:
         BadInput: the model has no adapters.
@@ -291,13 +293,13 @@ def _adapted(model: nnx.Module) -> dict[str, LoRA]:
 
 
 def merge(model: nnx.Module, merged: dict[str, LoRA] | None = None) -> list[str]:
-    """Merges every adapter into its weight, one after the other. Returns the names of their contractions.
+    """Merges every adapter of a model into its weight, in place. Returns the names of the contractions.
 
     Args:
-        merged: filled with the merged adapters, for `unmerge`; None: the unmerged weights are freed.
+        merged: a dict that is filled with the merged adapters, for `unmerge`. With None, the unmerged weights are freed.
 
     Raises:
-        BadInput: there is no adapter, or one is on a quantized weight, where rounding would lose it.
+        BadInput: there is no adapter, or an adapter is on a quantized weight, where rounding would lose it.
     """
     adapters = _adapted(model)
     if quantised := [name for name, adapted in adapters.items() if not isinstance(adapted.of, Einsum)]:
@@ -305,7 +307,7 @@ def merge(model: nnx.Module, merged: dict[str, LoRA] | None = None) -> list[str]
     names = list(adapters)
     if merged is not None:
         merged |= adapters
-    # Each is freed once it is merged.
+    # Each adapter is freed once it is merged.
     adapters.clear()
     for name in names:
         put_at(model, name, at(model, name).merged())
@@ -313,10 +315,13 @@ def merge(model: nnx.Module, merged: dict[str, LoRA] | None = None) -> list[str]
 
 
 def unmerge(model: nnx.Module, merged: Mapping[str, LoRA]) -> list[str]:
-    """Restores the weights before `merge`, bit for bit. Returns the names.
+    """Restores the weights and adapters of a model as they were before `merge`, bit for bit. Returns the names of the contractions.
+
+    Args:
+        merged: the adapters that `merge` stored.
 
     Raises:
-        BadInput: the model lacks a contraction, or one has another shape; nothing is changed then.
+        BadInput: the model lacks a contraction, or one has another shape. Nothing is changed then.
     """
     contractions = {name: module for name, module in find(model, ".*").items() if name in merged}
     wrong = [name for name, adapted in merged.items() if name not in contractions or contractions[name].shape != adapted.shape]
@@ -337,7 +342,7 @@ def _frozen(of: Contraction) -> Contraction:
 
 
 def _floats(of: Contraction) -> Array:
-    """The weight, in float32 at least. It is frozen, so no gradient is taken through it."""
+    """Returns the weight of a contraction in float32 or wider. It is frozen, so no gradient is taken through it."""
     w = of.weight
     if isinstance(w, Quantized):
         return w.dequantized()
@@ -346,12 +351,13 @@ def _floats(of: Contraction) -> Array:
 
 
 def _outer(of: Contraction) -> str:
-    """The letters of B beside the rank: those of the weight that the output keeps."""
+    """Returns the letters of B apart from the rank: the letters of the weight that are in the output."""
     return "".join(letter for letter in of.spec if letter in of.out)
 
 
 def _principal(lora: LoRA, w: np.ndarray, iterations: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """A and B with gain B A the best approximation of this rank of each matrix: sqrt(S / gain) split over both sides."""
+    """Returns A and B such that gain B A is the best approximation of each matrix by one of this rank. Both have the factor sqrt(S /
+    gain)."""
     lead = lora.stacked
     order = lora.group + lora.inner + _outer(lora)
     axes = [*range(lead), *(lead + lora.spec.index(letter) for letter in order)]
@@ -368,13 +374,13 @@ def _principal(lora: LoRA, w: np.ndarray, iterations: int | None) -> tuple[np.nd
 
 
 def _matrix_count(lora: LoRA, w: np.ndarray) -> int:
-    """The number of matrices: of layers times experts."""
+    """Returns the number of matrices in a weight: layers times experts."""
     return math.prod(w.shape[: lora.stacked]) * math.prod(lora.sizes[letter] for letter in lora.group)
 
 
 def _svd(matrix: np.ndarray, rank: int, iterations: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The largest singular values of a matrix and their vectors; by randomized subspace iteration (arXiv:0909.4061, algorithm 4.4)
-    where a number of iterations is given."""
+    """Computes the largest singular values of a matrix and their vectors. If a number of iterations is given, it uses randomized
+    subspace iteration (arXiv:0909.4061, algorithm 4.4)."""
     if iterations is None:
         u, s, v = np.linalg.svd(matrix, full_matrices=False)
         return u[:, :rank], s[:rank], v[:rank]

@@ -1,19 +1,19 @@
-"""Products whose factors are rounded to eight bits, forward and backward.
+"""Matrix products whose factors are rounded to eight bits, in the forward and in the backward pass.
 
     y = Q(x) Q(w)        dx = Q(dy) Q(w)'     dw = Q(x)' Q(dy)
 
-int8 uses int8 in all of them (SwitchBack and AQT do likewise; arXiv:2304.13013, arXiv:2105.03536); fp8 uses e4m3 for weights and data,
-and e5m2, which has the wider range, for gradients (arXiv:2209.05433, section 3.2). Scales are
+int8 uses int8 for all factors, as do SwitchBack and AQT (arXiv:2304.13013, arXiv:2105.03536). fp8 uses e4m3 for weights and
+activations, and e5m2, which has a wider range, for gradients (arXiv:2209.05433, section 3.2). There are two kinds of scales:
 
-    dynamic     one for each row of what is summed over, from its largest magnitude in this step
-    delayed     one for a tensor, from the largest magnitude of it in the last steps (`AmaxHistory`), so that rounding waits for no
+    dynamic     one for each row over the summed axes, from its largest magnitude in this step
+    delayed     one for a tensor, from its largest magnitude in the last steps (`AmaxHistory`), so that rounding does not wait for a
                 reduction over the tensor (arXiv:2209.05433, section 4.1; the recipe of NVIDIA's Transformer Engine)
 
-Gradients in int8 may be rounded stochastically: up with a probability equal to the fraction, so that the rounded gradient is right on
-average (Gupta et al. 2015, arXiv:1502.02551, section 3). Weights and data of such products are rounded to nearest.
+Gradients in int8 may be rounded stochastically. They are rounded up with a probability equal to the fraction, so that the rounded
+gradient is unbiased (Gupta et al. 2015, arXiv:1502.02551, section 3). Weights and activations are always rounded to nearest.
 
-As in Transformer Engine, the scale of a tensor without a history, in the first step, is 1, and numbers beyond the range saturate.
-Unlike there, a magnitude that is not finite is not remembered.
+As in Transformer Engine, a tensor without a history has the scale 1 in the first step, and numbers beyond the range saturate. Unlike
+there, a magnitude that is not finite is not stored in the history.
 """
 
 from collections.abc import Sequence
@@ -30,21 +30,21 @@ from argosy.ops.precision import sums_in
 from argosy.ops.quantized import Quantized
 from argosy.parallel.scope import platform
 
-# The formats of weights and data, and of gradients.
+# The format of weights and activations, and the format of gradients.
 KINDS: dict[str, tuple[str, str]] = {"int8": ("int8", "int8"), "fp8": ("fp8_e4m3", "fp8_e5m2")}
-# The rows of a history.
+# The indices of the rows of a history.
 DATA, WEIGHT, GRADIENT = range(3)
-# Folded into the key of a gradient, for each of its two products.
+# Folded into the random key of a gradient, for each of its two products.
 FOR_DATA, FOR_WEIGHT = range(2)
 
 Kind = Literal["int8", "fp8"]
 
 
 class Product(NamedTuple):
-    """The static description of a contraction's products. Hashable.
+    """The static description of a contraction's products. It is hashable.
 
-    eq: an einsum of two factors, each of whose letters is in the other factor or in the output.
-    kind: a key of `KINDS`.
+    eq: the equation of an einsum of two factors. Each letter of a factor must be in the other factor or in the output.
+    kind: the number formats, a key of `KINDS`.
     """
 
     eq: str
@@ -52,7 +52,7 @@ class Product(NamedTuple):
 
     @property
     def sides(self) -> tuple[str, str, str]:
-        """The letters of the data, of the weight and of the output."""
+        """The letters of the activations, of the weight and of the output."""
         before, out = self.eq.split("->")
         a, b = before.split(",")
         return a, b, out
@@ -62,12 +62,14 @@ class Product(NamedTuple):
 def low_precision_product(
     of: Product, x: Float[Array, "..."], w: Float[Array, "..."], history: Array | None = None, key: Array | None = None
 ) -> Float[Array, "..."]:
-    """An einsum whose forward and backward products are computed in eight bits; sums in float32 at least.
+    """Computes an einsum whose forward and backward products have factors of eight bits. Sums are float32 or wider.
 
     Args:
-        history: the largest magnitudes of data, weight and gradient in the last steps [3, H], newest first; None: dynamic scales. The
-            "gradient" with respect to it holds the magnitudes of this step, in its first column.
-        key: the data of a random key, for stochastic rounding of the gradient; None: it is rounded to nearest.
+        of: the equation and the number formats.
+        x, w: the activations and the weight.
+        history: the largest magnitudes of activations, weight and gradient in the last steps [3, H], newest first. None uses dynamic
+            scales. The "gradient" with respect to it holds the magnitudes of this step in its first column.
+        key: the data of a random key for stochastic rounding of the gradient. None rounds to nearest.
     """
     name = KINDS[of.kind][0]
     a, b, out = of.sides
@@ -98,7 +100,7 @@ low_precision_product.defvjp(_forward, _backward)
 
 
 def _largest(x: Array) -> Array:
-    """The largest magnitude, float32; 0 if it is not finite."""
+    """Returns the largest magnitude as float32; 0 if it is not finite."""
     largest = jnp.max(jnp.abs(x)).astype(jnp.float32)
     return jnp.where(jnp.isfinite(largest), largest, 0.0)
 
@@ -106,7 +108,14 @@ def _largest(x: Array) -> Array:
 def _rounded(
     name: str, x: Array, letters: str, out: str, history: Array | None, row: int, key: Array | None = None
 ) -> tuple[str, Quantized]:
-    """A factor with these letters of a product with that output, rounded, and its letters."""
+    """Rounds a factor of a product. Returns (letters of the factor, rounded factor).
+
+    Args:
+        name: the number format.
+        letters, out: the letters of the factor and of the output.
+        history, row: the history, and the row of this factor in it. None uses dynamic scales.
+        key: the random key of stochastic rounding.
+    """
     format = FORMATS[name]
     if history is not None:
         before = jnp.max(history[row])
@@ -119,13 +128,13 @@ def _rounded(
 
 
 def by_row(name: str, x: Array, summed: Sequence[int]) -> Quantized:
-    """An array, rounded to nearest, with one scale for each row over the summed axes."""
+    """Rounds an array to nearest, with one scale for each row over the summed axes."""
     return FORMATS[name].quantize(x, tuple(size if i in summed else 1 for i, size in enumerate(x.shape)))
 
 
 def _stochastic(x: Array, summed: Sequence[int], key: Array) -> Quantized:
-    """An array in int8 with one scale for each row over the summed axes, each number rounded up with a probability equal to its
-    fraction. The largest magnitude is 127, so that nothing is clipped, which would not be right on average."""
+    """Rounds an array stochastically to int8, with one scale for each row over the summed axes. Each number is rounded up with a
+    probability equal to its fraction. The largest magnitude becomes 127, so that nothing is clipped, which would cause a bias."""
     x = x.astype(jnp.float32)
     high = jnp.max(jnp.abs(x), summed, keepdims=True)
     scale = jnp.where(high > 0, high / 127, 1.0)
@@ -135,11 +144,11 @@ def _stochastic(x: Array, summed: Sequence[int], key: Array) -> Quantized:
 
 
 def _product(eq: str, a: tuple[str, Quantized], b: tuple[str, Quantized], dtype: Any) -> Array:
-    """The product of two rounded factors, on the units of eight bits where the device has a compiler for them."""
+    """Computes the product of two rounded factors, with 8-bit matrix units where the compiler supports them."""
     out, kind = eq.split("->")[1], sums_in(dtype)
     (own_a, x), (own_b, y) = a, b
     if platform() == "cpu":
-        # The same numbers as floats: XLA:CPU has no fast products of eight bits.
+        # The same numbers as floats, because XLA:CPU has no fast products of eight bits.
         z = jnp.einsum(eq, x.values.astype(kind), y.values.astype(kind), preferred_element_type=kind)
     elif x.values.dtype == jnp.int8:
         z = jnp.einsum(eq, x.values, y.values, preferred_element_type=jnp.int32).astype(kind)
@@ -158,7 +167,7 @@ def _product(eq: str, a: tuple[str, Quantized], b: tuple[str, Quantized], dtype:
 
 
 def _dot_general(eq: str, a: Array, b: Array, kind: Any) -> Array:
-    """An einsum of factors of two types, such as e4m3 and e5m2, which `jnp.einsum` would first bring to one."""
+    """Computes an einsum of factors of two types, such as e4m3 and e5m2, which `jnp.einsum` would first convert to one type."""
     before, out = eq.split("->")
     own_a, own_b = before.split(",")
     summed = [letter for letter in own_a if letter in own_b and letter not in out]

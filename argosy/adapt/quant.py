@@ -1,8 +1,8 @@
-"""Quantized weights: `swap(model, where, int8)`, and any other number format.
+"""Quantizes weights to int8 (`swap(model, where, int8)`) or any other number format.
 
-A `Scheme` says how one contraction is quantized. `QuantizedEinsum` takes the place of an `Einsum`, whose bias and equation it keeps.
-On a CPU the engine multiplies their codes (`infer.cpu.panels`); in training, in `logits` and in `score` they are slower than float32
-there, because XLA first widens them.
+A `Scheme` says how one contraction is quantized. `QuantizedEinsum` replaces an `Einsum`, whose bias and equation it keeps. On a CPU the
+engine multiplies the codes directly (`infer.cpu.panels`). In training, in `logits` and in `score`, quantized weights are slower than
+float32 on a CPU, because XLA first converts them to floats.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from argosy.models.parts.weight import Codes, Draw, Meaning
 from argosy.ops.native.products import Panels
 from argosy.ops.quantized import Quantized, unpacked_shape
 
-# The arrays of a quantized weight, each a variable of its own.
+# The arrays of a quantized weight. Each is a separate variable.
 PARTS = ("values", "scale", "minimum", "outer", "x_scale")
 
 
@@ -33,12 +33,13 @@ PARTS = ("values", "scale", "minimum", "outer", "x_scale")
 class Scheme:
     """The quantization of one contraction.
 
-    weights: the number format, a key of `FORMATS`.
-    granularity: the weights that share a scale (`formats.blocks`); None: the format's own.
-    calibration: the range of each block, as in `Format.quantize`.
-    activations: the number format of activations; None: they are not rounded.
-    activation_block: number of activations that share a scale; None: a whole row, or the format's own.
-    activations_scale: dynamic: a scale from the activations' own largest magnitude; static: one number, from calibration.
+    weights: the number format of the weights, a key of `FORMATS`.
+    granularity: the weights that share a scale (`formats.blocks`). None stands for the format's own granularity.
+    calibration: the represented range of each block, as in `Format.quantize`.
+    activations: the number format of activations. None leaves them unrounded.
+    activation_block: the number of activations that share a scale. None stands for the format's own block, or a whole row.
+    activations_scale: `dynamic` for scales from the largest magnitude of the activations themselves, `static` for one number from
+        calibration.
     """
 
     weights: str = "int8"
@@ -50,14 +51,14 @@ class Scheme:
 
     @property
     def is_static(self) -> bool:
-        """Whether activations have a scale from calibration."""
+        """Whether activations have a static scale from calibration."""
         return self.activations_scale == "static"
 
     def check(self) -> None:
         """Checks that the format and the kind of scale exist.
 
         Raises:
-            ValueError: one does not.
+            ValueError: the format or the kind of scale does not exist.
         """
         if self.activations_scale not in ("dynamic", "static"):
             raise ValueError(f"no scale of data `{self.activations_scale}`")
@@ -71,37 +72,37 @@ class Scheme:
         return FORMATS[self.weights]
 
     def block(self, of: Contraction) -> tuple[int, ...]:
-        """The number of weights that share a scale along each axis of the weight."""
+        """Returns the number of weights that share a scale along each axis of the weight."""
         return block_of(of, self.granularity, self.format.block)
 
     def quantize(self, of: Contraction, w: Any) -> Quantized:
-        """A weight in this format; w may be one layer or one expert of it, on a leading axis of size 1."""
+        """Quantizes a weight of the contraction to nearest. `w` may also be a single layer or expert, with a leading axis of size 1."""
         lead = w.ndim - len(of.spec)
         block = (*(1,) * lead, *self.block(of)[of.stacked :])
         out = self.format.quantize(w, block, self.calibration, lead=lead + len(of.group), pack=pack_axis(of))
         return self._completed(out, w.shape[:lead])
 
     def limits(self, of: Contraction, w: Any) -> Limits:
-        """The range of each block of a weight, as the calibration says."""
+        """Returns the range of each block of a weight, according to `calibration`."""
         return limits_of(w, (*(1,) * (w.ndim - len(of.spec)), *self.block(of)[of.stacked :]), self.calibration)
 
     def within(self, of: Contraction, w: Any, limits: Limits) -> Quantized:
-        """A weight in this format, each block in a given range."""
+        """Quantizes a weight of the contraction to nearest, with a given range of each block."""
         lead = w.ndim - len(of.spec)
         block = (*(1,) * lead, *self.block(of)[of.stacked :])
         out = self.format.rounded(w, block, limits, lead=lead + len(of.group), pack=pack_axis(of))
         return self._completed(out, w.shape[:lead])
 
     def rounding(self) -> Activations | None:
-        """The rounding of activations; None: they are not rounded."""
+        """Returns the rounding of activations; None if they are not rounded."""
         return None if self.activations is None else Activations(self.activations, self.activation_block)
 
     def _completed(self, w: Quantized, layers: tuple[int, ...]) -> Quantized:
-        """The weight, which says how data is rounded. A static scale is 1 until calibration puts another in its place."""
+        """Adds the rounding of activations to a quantized weight. A static scale is 1 until calibration replaces it."""
         return replace(w, activations=self.rounding(), x_scale=jnp.ones(layers, jnp.float32) if self.is_static else None)
 
 
-# `Quantized.dequantized` as one program, for arrays outside of programs.
+# `Quantized.dequantized` as one compiled program, for use outside of compiled programs.
 as_floats: Any = jax.jit(Quantized.dequantized)
 
 
@@ -109,9 +110,9 @@ class QuantizedEinsum(Contraction):
     """An `Einsum` whose weight is a quantized array and is not trained.
 
     Args:
-        of: the contraction it replaces.
-        w: its quantized weight, or the shapes of it.
-        scheme: how new values of the weight are quantized (`codes`).
+        of: the contraction that this one replaces.
+        w: the quantized weight, or the shapes of its arrays.
+        scheme: the scheme by which new values of the weight are quantized (`codes`).
     """
 
     values: Codes
@@ -135,7 +136,7 @@ class QuantizedEinsum(Contraction):
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """The attributes of the weight that are no arrays."""
+        """The attributes of the quantized weight that are not arrays."""
         return {name: getattr(self, name) for name in ("levels", "packed", "bits", "zero", "activations")}
 
     @property
@@ -143,7 +144,7 @@ class QuantizedEinsum(Contraction):
         return self.with_parts({name: None if (part := getattr(self, name)) is None else part[...] for name in PARTS})
 
     def with_parts(self, parts: Mapping[str, Any]) -> Quantized:
-        """A weight of this format with these arrays, by the names of `PARTS`."""
+        """Returns a quantized weight of this format with these arrays, by the names of `PARTS`."""
         return Quantized(**parts, **self.fixed)
 
     @property
@@ -151,13 +152,13 @@ class QuantizedEinsum(Contraction):
         return unpacked_shape(self.values.shape, self.packed, self.bits)
 
     def put(self, w: Quantized) -> None:
-        """Takes the arrays of another weight of this format."""
+        """Replaces the arrays of the weight by those of another weight of this format."""
         for name in PARTS:
             if (part := getattr(self, name)) is not None:
                 part.set_value(getattr(w, name))
 
     def codes(self, w: Any) -> Quantized:
-        """Other values of this weight in its format; w may be one layer or one expert of it, on a leading axis of size 1."""
+        """Quantizes new values of this weight. `w` may also be a single layer or expert, with a leading axis of size 1."""
         return self.scheme.quantize(self, w)
 
 
@@ -165,22 +166,22 @@ INT8 = Scheme("int8")
 
 
 def int8(of: Contraction) -> QuantizedEinsum:
-    """Returns a contraction with its weight in int8, a scale for each output channel or each row of an embedding.
+    """Returns the contraction with its weight in int8, with a scale for each output channel, or for each row of an embedding.
 
     Raises:
-        BadInput: it is quantized already, or has an adapter.
+        BadInput: the contraction is already quantized, or has an adapter.
     """
     return quantized_einsum(of, INT8)
 
 
 def quantized_einsum(of: Contraction, scheme: Scheme) -> QuantizedEinsum:
-    """Returns a contraction with its weight in a format.
+    """Returns the contraction with its weight quantized by a scheme.
 
     Args:
-        of: its weight may be a description.
+        of: the contraction. Its weight may be a description without an array.
 
     Raises:
-        BadInput: it is quantized already, or has an adapter.
+        BadInput: the contraction is already quantized, or has an adapter.
     """
     name = scheme.weights
     if not isinstance(of, Einsum):
@@ -195,16 +196,17 @@ def quantized_einsum(of: Contraction, scheme: Scheme) -> QuantizedEinsum:
 
 
 def apply_schemes(model: nnx.Module, schemes: Mapping[str, Scheme]) -> list[str]:
-    """Quantizes contractions of a model, which may be a description. Returns their names in the model's layout.
+    """Quantizes contractions of a model in place. The model may be a description. Returns the names of the contractions in the model's
+    layout.
 
     Args:
-        schemes: how each contraction is quantized, by its per-layer name, such as layers.3.attn.q.
+        schemes: the scheme of each contraction, by its per-layer name, such as layers.3.attn.q.
 
     Raises:
-        Unsupported: layers that are stacked differ.
+        Unsupported: layers that are stacked have different schemes.
     """
     if not schemes:
-        # A network of convolutions has no contractions to look through.
+        # A convolutional network has no contractions to look through.
         return []
     names, out, all_layers = layer_addresses(model), list[str](), set[str]()
     for name, of in find(model, ".*").items():
@@ -224,7 +226,7 @@ def apply_schemes(model: nnx.Module, schemes: Mapping[str, Scheme]) -> list[str]
 
 
 def by_layer(model: nnx.Module, schemes: Mapping[str, Scheme]) -> dict[str, Scheme]:
-    """Schemes by the per-layer names of contractions, from their names in the model's layout."""
+    """Converts schemes by names in the model's layout to schemes by per-layer names."""
     names = layer_addresses(model)
     return {address.removesuffix(".w"): scheme for name, scheme in schemes.items() for address in names(f"{name}.w")}
 

@@ -2,14 +2,14 @@
 
     lm.quantize([qwix.QuantizationRule(module_path="layers/.*", weight_qtype=jnp.int4, tile_size=64)])
 
-Nothing of Qwix (an optional package) is imported: a rule is recognized by its fields, those of `qwix.QuantizationRule` 0.1.8. A field
-without a counterpart is an error that names it, and is never dropped. Differences in meaning:
+Qwix, an optional package, is not imported. A rule is recognized by its fields, which are those of `qwix.QuantizationRule` 0.1.8. A
+field without a counterpart is an error that names the field, and is never ignored. Differences in meaning:
 
-- Qwix matches the module that calls an operation, and also rounds products of data with data in it, such as those of attention. A
-  rule here matches a contraction with a weight, and those products stay as they are.
-- `tile_size` counts along all summed axes, the last fastest. Where a contraction sums over two (heads and head size), Qwix tiles the
-  last alone and shares each scale along the other.
-- Tables that are looked up keep floats in Qwix. Here a rule that names an embedding quantizes it.
+- Qwix matches the module that calls an operation, and also rounds products of activations in that module, such as those of attention. A
+  rule here matches a contraction with a weight, and products of activations are not rounded.
+- `tile_size` counts along all summed axes, the last fastest. If a contraction sums over two axes (heads and head size), Qwix tiles only
+  the last one and shares each scale along the other.
+- Embeddings stay floats in Qwix. Here a rule that names an embedding quantizes it.
 """
 
 from collections.abc import Sequence
@@ -22,21 +22,23 @@ from argosy.adapt.rules import Rule, RuleFile, rules_named
 from argosy.core.errors import BadInput
 from argosy.core.settings import SettingsLayer, read_settings
 
-# The types and words of Qwix.
+# Our format for each type name of Qwix.
 FORMAT_NAMES = {
     **{name: name for name in ("int8", "int4", "int2", "nf4", "mxfp8", "mxfp4", "nvfp4")},
     "float8_e4m3fn": "fp8_e4m3",
     "float8_e5m2": "fp8_e5m2",
 }
-# What a rule of this house says too; every other field must have its default.
+# The fields that have a counterpart here. Every other field must have its default.
 FIELDS = {"module_path", "op_names", "weight_qtype", "act_qtype", "tile_size", "weight_calibration_method"}
 DEFAULTS = {"act_static_scale": (None, False), "act_calibration_method": (None, "absmax")}
 CONTRACTIONS = {"dot_general", "einsum"}
 
 
 def as_rules(rules: "str | Sequence[Any]") -> list[Rule]:
-    """Rules from Python arguments: a preset or a YAML file by name, or a list of rules, of mappings with a rule's keys, and of rules of
-    Qwix.
+    """Returns the rules that a Python argument stands for.
+
+    Args:
+        rules: the name of a preset or of a YAML file, or a list of rules, of mappings with the keys of a rule, and of rules of Qwix.
 
     Raises:
         UserError: there is no such preset or file, or a rule has no counterpart here.
@@ -67,7 +69,7 @@ def rule_of_qwix(rule: Any) -> Rule:
     """Converts a `qwix.QuantizationRule`, or one of its subclasses, to a rule.
 
     Raises:
-        BadInput: a field has no counterpart; the message names it.
+        BadInput: a field has no counterpart. The message names the field.
     """
     for name, default in _fixed_fields(rule).items():
         if (value := getattr(rule, name)) not in default:
@@ -90,7 +92,7 @@ def rule_of_qwix(rule: Any) -> Rule:
     if tile is not None:
         settings["granularity"] = tile
     elif not weights.startswith(("mx", "nv")):
-        # Formats here have blocks of their own, and Qwix gives a channel one scale.
+        # Formats here have default blocks, whereas Qwix gives each channel one scale.
         settings["granularity"] = "channel"
     if activations is not None:
         settings |= {"activations": activations, "activation_block": tile}
@@ -101,12 +103,12 @@ def rule_of_qwix(rule: Any) -> Rule:
 
 
 def module_pattern(module_path: str) -> str:
-    """A regular expression over paths such as layers/0/mlp as one over layers.0.mlp."""
+    """Converts a regular expression for paths such as layers/0/mlp to one for layers.0.mlp."""
     return module_path.replace(r"\/", "/").replace("[^/]", r"[^.]").replace("/", r"\.")
 
 
 def _fixed_fields(rule: Any) -> dict[str, tuple[Any, ...]]:
-    """The fields that must have one of these values."""
+    """Returns the fields that must have one of the given values."""
     if not is_dataclass(rule):
         return DEFAULTS
     out = dict[str, tuple[Any, ...]]()
@@ -129,7 +131,7 @@ def _format(field: str, kind: Any) -> str | None:
 
 
 def _calibration(method: str) -> str:
-    """`absmax`, `minmax`, `rms,7` and `fixed,-3,3` in the words of rules."""
+    """Converts `absmax`, `minmax`, `rms,7` and `fixed,-3,3` to the `calibration` of a rule."""
     name, *numbers = method.replace(" ", "").split(",")
     if name in ("absmax", "minmax") and not numbers:
         return name
@@ -145,7 +147,7 @@ def _unsupported_field(field: str, value: Any, hint: str) -> BadInput:
 
 
 def _first_line(error: ValueError) -> str:
-    """What a settings class says, without the frame that its library puts around it."""
+    """Returns the message of an error in settings without the text that pydantic puts around it."""
     errors = getattr(error, "errors", None)
     text = str(errors()[0]["msg"]) if errors is not None else str(error)
     return text.removeprefix("Value error, ").splitlines()[0]

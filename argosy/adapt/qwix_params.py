@@ -1,12 +1,12 @@
-"""Parameter trees of Qwix (0.1.8), in and out: nested dicts under a model's own names, whose quantized leaves are dicts.
+"""Reads and writes parameter trees of Qwix (0.1.8): nested dicts under a model's own names, whose quantized leaves are dicts.
 
     {"layers": {"0": {"attn": {"q": {"w": {"array": {"qvalue": ..., "scale": ..., "zero_point": ...}}}}}}}
 
     w = (qvalue - zero_point) * scale        the scale of a block is repeated over it
 
-That is what `qwix.process_prequantized_params` and `qwix.restore_quantization_rules` read, and what the state of a model that Qwix
-quantized is as a pure dict; `array` may be left out. Types: int8, int4, nf4 (uint4) and fp8, with scales for channels or blocks as
-rules here say them; others are refused by name. Nothing of Qwix is imported.
+`qwix.process_prequantized_params` and `qwix.restore_quantization_rules` read this form, and the state of a model that Qwix quantized
+has it as a pure dict. The level `array` may be left out. Types are int8, int4, nf4 (uint4) and fp8, with scales for channels or for
+blocks that a rule here can express. Others are errors that name the type. Qwix is not imported.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ from argosy.models.parts.weight import put, variables
 from argosy.ops.quantized import Quantized, packed_codes, unpack_codes
 
 ARRAY, QVALUE, SCALE, ZERO = "array", "qvalue", "scale", "zero_point"
-# The types of qvalue, and the formats of weights.
+# The format of weights for each type of qvalue.
 KINDS = {
     **{"int8": "int8", "int4": "int4", "uint4": "nf4"},
     **{"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"},
@@ -34,11 +34,12 @@ WAY_OUT = "quantize the float model here: `argosy quantize`, or lm.quantize with
 
 
 def put_qwix_params(model: Any, params: Mapping[str, Any]) -> list[str]:
-    """Fills a model with the parameters of one that Qwix quantized. Returns the names of the quantized contractions, at least one.
+    """Fills a model, in place, with the parameters of a model that Qwix quantized. Returns the names of the quantized contractions, at
+    least one.
 
     Raises:
-        BadInput: a parameter is missing, has another shape, or has no place here.
-        Unsupported: a type or a block that cannot be said here.
+        BadInput: a parameter is missing, has another shape, or does not exist in the model.
+        Unsupported: a type or a shape of blocks has no counterpart here.
     """
     leaves = dict(_leaves(params))
     by_address = variables(model)
@@ -62,10 +63,10 @@ def put_qwix_params(model: Any, params: Mapping[str, Any]) -> list[str]:
 
 
 def qwix_params(model: Any) -> dict[str, Any]:
-    """The parameters of a model as Qwix reads them.
+    """Returns the parameters of a model in the form of Qwix.
 
     Raises:
-        Unsupported: a format that Qwix stores otherwise.
+        Unsupported: Qwix stores a number format of the model differently.
     """
     out: dict[str, Any] = {}
     quantized = {name: of for name, of in find(model, ".*").items() if isinstance(of, QuantizedEinsum)}
@@ -78,7 +79,7 @@ def qwix_params(model: Any) -> dict[str, Any]:
 
 
 def _leaves(tree: Mapping[str, Any], way: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """The leaves by dotted name; quantized ones are the dicts with their arrays."""
+    """Yields (dotted name, leaf). The leaf of a quantized weight is the dict with its arrays."""
     for key, value in tree.items():
         path = (*way, str(key))
         if not isinstance(value, Mapping):
@@ -113,7 +114,7 @@ def _weight(of: Einsum, name: str, leaf: Mapping[str, Any]) -> tuple[Quantized, 
     more: dict[str, Any] = {"levels": NF4} if kind == "nf4" else {"zero": 8}
     codes = jnp.asarray(values).astype(jnp.int8) + (0 if kind == "nf4" else 8)
     if zero is not None:
-        # Codes from 0 on, as `Format` has them with a minimum.
+        # Codes begin at 0, as in formats with a minimum.
         more, minimum = {}, (jnp.asarray(zero, jnp.float32) + 8) * scale
     codes, axis = codes.astype(jnp.uint8), pack_axis(of)
     if codes.shape[axis] % 2 == 0:
@@ -122,7 +123,7 @@ def _weight(of: Einsum, name: str, leaf: Mapping[str, Any]) -> tuple[Quantized, 
 
 
 def _granularity(of: Contraction, name: str, block: tuple[int, ...]) -> Granularity:
-    """The granularity of these blocks."""
+    """Returns the granularity that has blocks of these sizes."""
     summed = [i + of.stacked for i, letter in enumerate(of.spec) if letter in of.inner]
     along = int(np.prod([block[i] for i in summed]))
     options: tuple[Granularity, ...] = ("channel", "tensor", along)

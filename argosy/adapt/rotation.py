@@ -1,5 +1,5 @@
-"""Rotates a model's residual stream and its value heads, so that no channel has outliers and fewer bits lose less. The function that
-the model computes stays the same (Ashkboos et al. 2024, QuaRot, arXiv:2404.00456; Liu et al. 2024, SpinQuant, arXiv:2405.16406).
+"""Rotates a model's residual stream and its value heads, so that no channel has outliers and quantization loses less. The model
+computes the same function (Ashkboos et al. 2024, QuaRot, arXiv:2404.00456; Liu et al. 2024, SpinQuant, arXiv:2405.16406).
 
     x' = x R          RMSNorm(x R) = RMSNorm(x) R, if the norm has no weight
     reads x:   y = RMSNorm(x) g W    becomes    y = RMSNorm(x') (R' g W)
@@ -7,15 +7,15 @@ the model computes stays the same (Ashkboos et al. 2024, QuaRot, arXiv:2404.0045
     values:    v' = v Q, and W_o takes Q' v, in each head
     online:    down reads h H, and becomes H' W_down; W_o takes H' a across heads; queries and keys are q H and k H
 
-So weights of norms are first folded into the matrices that read them. A tied head then has weights of its own, because the final norm
-is folded into it alone. R and Q are Hadamard matrices with random signs from a fixed seed (`adapt.hadamard`). `rotate=hadamard` changes
-weights alone. `rotate=quarot` also has the rotations that follow a nonlinearity, which the model then computes while it runs: they are
-the setting `rotations` of its config (`models.parts.rotations`).
+First, the weights of norms are folded into the matrices that read the norms. A tied head gets weights of its own, because the final
+norm is folded only into the head. R and Q are Hadamard matrices with random signs from a fixed seed (`adapt.hadamard`).
+`rotate=hadamard` changes only weights. `rotate=quarot` also adds rotations after nonlinearities, which the model computes while it
+runs. They become the setting `rotations` of its config (`models.parts.rotations`).
 
-How it differs from the papers: no rotation is learned; sizes without a Hadamard matrix (`ops.hadamard`).
+Differences from the papers: no rotation is learned, and sizes without a Hadamard matrix are supported (`ops.hadamard`).
 
-Weights are rotated one by one, as they are read. A block must read the stream through RMSNorm alone: a norm with a mean, a norm of what
-a sublayer adds, or one after the addition, is refused by name.
+Weights are rotated one by one, when they are read. A block must read the stream only through RMSNorm. A norm with a mean, a norm of the
+output of a sublayer, and a norm after the addition are errors that name the norm.
 """
 
 from collections import Counter
@@ -43,7 +43,7 @@ from argosy.models.parts.weight import variables
 from argosy.models.settings import Rotation
 from argosy.ops.hadamard import hadamard_transform, is_hadamard_size
 
-# Of the random signs: the same model is rotated in the same way.
+# The seed of the random signs. A model is always rotated in the same way.
 SEED = 0
 STREAM = "embed"
 HEAD, EMBED = "head.w", "embed.w"
@@ -52,9 +52,10 @@ HEAD, EMBED = "head.w", "embed.w"
 class AxisRotation(NamedTuple):
     """The rotation of one axis of a weight.
 
-    axis: its index from the front.
-    kind: stream: the residual stream; values: within a value head; online: data that is rotated while the model runs.
-    norm: the address of the norm whose weight is folded in, or "".
+    axis: the index of the axis.
+    kind: `stream` for the residual stream, `values` for the features of a value head, `online` for activations that are rotated while
+        the model runs.
+    norm: the name of the norm whose weight is folded into the weight, or "".
     """
 
     axis: int
@@ -65,8 +66,8 @@ class AxisRotation(NamedTuple):
 class RotationPlan(NamedTuple):
     """The rotations of a model's weights, by per-layer name.
 
-    turns: rotations of each weight that changes.
-    norms: offset of each norm, which is folded: the number that the norm adds to its weight.
+    turns: the rotations of each weight that changes.
+    norms: the offset of each norm that is folded, which is the number that the norm adds to its weight.
     """
 
     turns: dict[str, list[AxisRotation]]
@@ -74,15 +75,15 @@ class RotationPlan(NamedTuple):
 
 
 class RotatedTensors:
-    """The weights of a rotated model: a `TensorReader`.
+    """A `TensorReader` of the weights of a rotated model.
 
     Args:
         config: the config of the stored model.
-        weights: its weights, by per-layer name.
-        online: rotations of data while the model runs, which its weights are turned to match.
+        weights: reads the weights of the stored model, by per-layer name.
+        online: the rotations of activations that the model will compute while it runs. Weights are rotated to match.
 
     Raises:
-        Unsupported: the structure does not allow it, or the model has rotations already.
+        Unsupported: the structure of the model does not allow rotations, or the model already has some.
     """
 
     def __init__(self, config: Any, weights: TensorReader, online: tuple[Rotation, ...] = ()):
@@ -125,7 +126,7 @@ class RotatedTensors:
         return np.ascontiguousarray(w).astype(self.dtype(name))
 
     def _turned(self, w: np.ndarray, kind: str) -> np.ndarray:
-        """A weight whose last axis is rotated."""
+        """Rotates the last axis of a weight."""
         if kind == "online":
             return np.asarray(hadamard_transform(jnp.asarray(w)))
         matrix = self.heads if kind == "values" else self.stream
@@ -134,13 +135,13 @@ class RotatedTensors:
 
 
 def rotated_model(stored: Any, online: tuple[Rotation, ...] = ()) -> Any:
-    """An opened model (`weights.model.OpenedModel`), rotated as its weights are read.
+    """Returns an opened model (`weights.model.OpenedModel`) whose weights are rotated when they are read.
 
     Args:
-        online: as of `RotatedTensors`.
+        online: the rotations that the model will compute while it runs, as in `RotatedTensors`.
 
     Raises:
-        Unsupported: the structure does not allow it, or it has adapters.
+        Unsupported: the structure of the model does not allow rotations, or the model has adapters.
     """
     if stored.adapted is not None:
         raise Unsupported(f"{stored.path} has adapters, which read the stream as it was", hint="merge them first: argosy convert")
@@ -151,7 +152,7 @@ def rotated_model(stored: Any, online: tuple[Rotation, ...] = ()) -> Any:
 
 
 def describe_rotation(weights: RotatedTensors) -> str:
-    """A sentence about the rotation, for the user."""
+    """Returns a sentence about the rotation for the user."""
     kind = "a Hadamard matrix"
     if not weights.is_hadamard:
         kind = "an orthogonal matrix that is random in its odd part, because no Hadamard matrix of this size is known here"
@@ -160,7 +161,7 @@ def describe_rotation(weights: RotatedTensors) -> str:
 
 
 def _described_online(weights: RotatedTensors) -> str:
-    """What of a model is rotated while it runs: the end of a sentence."""
+    """Returns the end of that sentence, about the activations that are rotated while the model runs."""
     if not weights.online:
         return ""
     counts = Counter(name.rpartition(".attn.o.w")[1] or "mlp" for name, turns in weights.plan.turns.items() if _is_online(turns))
@@ -178,13 +179,13 @@ def _is_online(turns: list[AxisRotation]) -> bool:
 
 
 def rotation_plan(config: Any, online: tuple[Rotation, ...] = ()) -> RotationPlan:
-    """The rotations of a model's weights.
+    """Returns the rotations of a model's weights.
 
     Args:
-        online: as of `RotatedTensors`.
+        online: the rotations that the model will compute while it runs, as in `RotatedTensors`.
 
     Raises:
-        Unsupported: its structure does not allow it, or it has rotations already; the message says why.
+        Unsupported: the structure of the model does not allow rotations, or the model already has some. The message gives the reason.
     """
     if online and config.rotations:
         raise _unsupported(f"its data is rotated already (rotations = {', '.join(config.rotations)})")
@@ -208,7 +209,7 @@ def rotation_plan(config: Any, online: tuple[Rotation, ...] = ()) -> RotationPla
     for i in range(len(model.layers.plan)):
         attention = getattr(model.layers, str(i)).attn
         if type(attention) is Attention:
-            # Values are summed with numbers of their head alone, so a rotation within a head passes through.
+            # Attention sums values of the same head with scalar weights, so a rotation within a head passes through.
             for part, letters in (("v.w", "DKH"), ("v.b", "KH"), ("o.w", "NHD")):
                 name = f"layers.{i}.attn.{part}"
                 if part != "v.b" or attention.v.b is not None:
@@ -228,13 +229,13 @@ def rotation_plan(config: Any, online: tuple[Rotation, ...] = ()) -> RotationPla
 
 
 def _norm_of(name: str) -> str:
-    """The address of the norm through which a contraction reads the stream."""
+    """Returns the name of the norm through which a contraction reads the stream."""
     parts = name.split(".")
     return f"layers.{parts[1]}.{parts[2]}_norm.scale" if parts[0] == "layers" else "norm.scale"
 
 
 def _norms(model: Any) -> dict[str, float]:
-    """The weights of the norms that read the stream, with their offsets."""
+    """Returns the offset of each norm that reads the stream, by the name of its weight."""
     if not isinstance(model, Decoder) or getattr(model, "mtp", None) is not None:
         raise _unsupported(f"it is a {type(model).__name__}, not tokens, layers and a head")
     out: dict[str, Any] = {"norm": model.norm}

@@ -1,9 +1,9 @@
-"""Rules that select the contractions of a model to quantize, and their formats: an ordered list, or a preset. The settings import no
-jax, so mistakes are reported at once.
+"""Rules that select the contractions of a model to quantize and their formats, as an ordered list or a preset. This module does not
+import jax, so that mistakes in settings are reported at once.
 
-The first rule that matches a contraction decides. Contractions without a matching rule are not quantized. Rules name modules as
-adapters do: a regular expression that matches the whole path, such as `layers\\..*\\.mlp\\..*`. Tied embeddings, heads and routers are
-quantized only if a rule names them.
+The first rule that matches a contraction applies. Contractions without a matching rule are not quantized. Rules name modules as
+adapters do, by a regular expression that matches the whole path, such as `layers\\..*\\.mlp\\..*`. Tied embeddings, heads and routers
+are quantized only if a rule names them.
 """
 
 import re
@@ -22,13 +22,13 @@ from argosy.core.settings import Also, Repeats, Settings, read_settings, yaml_la
 if TYPE_CHECKING:
     from argosy.adapt.quant import Scheme
 
-# As `adapt.formats.table` has them; that module imports jax.
+# The formats of `adapt.formats.table`, which imports jax.
 NAMES = (
     "int8", "int4", "int2", "nf4", "fp8_e4m3", "fp8_e5m2", "mxint8", "mxfp8", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4",
     "nvfp4",
 )  # fmt: skip
 ACTIVATIONS = ("int8", "int4", "fp8_e4m3", "fp8_e5m2", "mxint8", "mxfp8", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4")
-# Those whose scales are any number.
+# The formats whose scales can be any float, so that activations can have a static scale.
 STATIC = ("int8", "int4", "fp8_e4m3", "fp8_e5m2")
 
 
@@ -182,21 +182,21 @@ PRESETS: dict[str, dict[str, Any]] = {
     "mxfp4": {"weights": "mxfp4"},
     "nvfp4": {"weights": "nvfp4"},
 }
-"""Presets: each is one rule for every matrix of the layers except routers."""
+"""The presets. Each is one rule for every matrix of the layers except routers."""
 
 ALIASES = {
     "int8": "w8", "w8a16": "w8", "int8_w8a8": "w8a8", "w4a16": "w4", "int4": "w4", "q4": "w4", "q8": "w8", "fp8_dynamic": "fp8",
     "fp8_block": "fp8-blocks", "nvfp4a16": "nvfp4", "mxfp4a16": "mxfp4", "bnb-nf4": "nf4", "fp8_static": "fp8-static",
     "int8_static": "w8a8-static", "w8a8_static": "w8a8-static",
 }  # fmt: skip
-"""What other tools call these presets: compressed-tensors, torchao, bitsandbytes, MLX."""
+"""The names of these presets in other tools: compressed-tensors, torchao, bitsandbytes, MLX."""
 
-# What llama.cpp's presets look like; `weights.gguf.mixtures` has those that files are written in.
+# Matches the names of llama.cpp's presets. `weights.gguf.mixtures` has those in which files can be written.
 GGUF_PRESET = re.compile(r"i?q[1-8]_([01]|k|k_[sml]|nl|xs|xxs|s|m)")
 
 
 def preset_rules(name: str) -> list[Rule]:
-    """The rules of a preset.
+    """Returns the rules of a preset.
 
     Raises:
         BadInput: there is no preset of this name.
@@ -213,10 +213,10 @@ def preset_rules(name: str) -> list[Rule]:
 
 
 def read_rules(path: Path) -> list[Rule]:
-    """The rules of a YAML file, under the key `rules`.
+    """Reads the rules of a YAML file, under the key `rules`.
 
     Raises:
-        UserError: the file does not exist, or has mistakes; the message names each with its line.
+        UserError: the file does not exist, or has mistakes. The message names each mistake with its line.
     """
     rules = read_settings(RuleFile, yaml_layer(path)).value.rules
     if not rules:
@@ -226,10 +226,10 @@ def read_rules(path: Path) -> list[Rule]:
 
 
 def rules_named(name: str) -> list[Rule]:
-    """The rules of a preset or a YAML file, as in the setting `quantization`.
+    """Returns the rules of a preset or a YAML file, as in the setting `quantization`.
 
     Raises:
-        UserError: as `preset_rules` and `read_rules`.
+        UserError: the errors of `preset_rules` and `read_rules`.
     """
     return read_rules(Path(name)) if name.endswith((".yml", ".yaml")) else preset_rules(name)
 
@@ -241,7 +241,7 @@ def check_dynamic(rules: Iterable[Rule], purpose: str) -> None:
         purpose: the operation that has no calibration data, for the error message.
 
     Raises:
-        BadInput: a rule needs it.
+        BadInput: a rule needs calibration data.
     """
     for number, rule in enumerate(rules, 1):
         if rule.activations_scale == "static":
@@ -250,15 +250,16 @@ def check_dynamic(rules: Iterable[Rule], purpose: str) -> None:
 
 
 def schemes_of(model: Any, rules: list[Rule], *, is_calibrated: bool = False) -> dict[str, "Scheme"]:
-    """The scheme of each contraction that is quantized, by its name in the model's layout; never empty.
+    """Returns the scheme of each contraction that is quantized, by its name in the model's layout. There is at least one.
 
     Args:
-        model: its weights may be shapes.
+        model: the model. Its weights may be shapes.
+        rules: the rules, in order.
         is_calibrated: whether there is calibration data.
 
     Raises:
-        BadInput: there are no rules; no contraction is left for a rule; every rule leaves its matches unquantized; a rule needs
-            calibration data that is missing, or that does not reach a contraction.
+        BadInput: there are no rules, a rule matches nothing that is not matched before, every rule leaves its matches unquantized, or a
+            rule needs calibration data that is missing or does not reach a contraction.
     """
     from argosy.adapt.surgery import find
 

@@ -1,11 +1,11 @@
-"""The state of quantized training: the histories of delayed scaling, and random keys of stochastic rounding.
+"""The state of quantized training: the histories of delayed scaling, and the random keys of stochastic rounding.
 
-Histories are stored beside the model, in its attribute `amax`, so a checkpoint keeps them with the optimizer's state, and loading the
-model ignores them. In a pass, `with_scaling` gives each contraction its own, which also works where layers are scanned: the history of
-a stack has all layers on its leading axis. The pass gives the magnitudes of its own tensors back as the "gradient" of the history
-(`low_precision`), and the step writes them (`next_amax_history`).
+Histories are stored in the attribute `amax` of the model, so a checkpoint keeps them with the optimizer state, and loading the model
+ignores them. In a pass, `with_scaling` gives each contraction its history. That also works for scanned layers, because the history of a
+stack has all layers on its leading axis. The pass returns the magnitudes of its tensors as the "gradient" of the history
+(`low_precision`), and the step stores them (`next_amax_history`).
 
-    history [3, H]: data, weight, gradient; newest first
+    history [3, H]: activations, weight, gradient; newest first
 """
 
 import zlib
@@ -24,26 +24,26 @@ from argosy.adapt.surgery import at
 from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.weight import Draw, Meaning
 
-# Folded into the key of a step, from which others draw too.
+# Folded into the random key of a step, because other code draws from that key too.
 FOLDED = 0x57
 
 
 class AmaxHistory(nnx.Variable):
-    """The largest magnitudes of a contraction's data, weight and gradient in the last steps. Always float32."""
+    """The largest magnitudes of a contraction's activations, weight and gradient in the last steps. Always float32."""
 
     exact = True
 
 
 class AmaxHistories(nnx.Module):
-    """The histories of a model, one attribute for each contraction, by its name with `-` for each dot."""
+    """The histories of a model. Each is an attribute with the name of its contraction, in which `-` replaces dots."""
 
 
 class StepKey(nnx.Variable):
-    """Data of the random key of a contraction in one pass; one for each layer where layers are stacked."""
+    """The data of a contraction's random key in one pass. Stacked layers have one key for each layer."""
 
 
 class LargestMagnitude(NamedTuple):
-    """The largest magnitudes in a pass. Adding those of two parts of a batch keeps the larger ones."""
+    """The largest magnitudes in a pass. The sum of those of two micro-batches is their maximum."""
 
     value: Array
 
@@ -52,8 +52,12 @@ class LargestMagnitude(NamedTuple):
 
 
 def attach_histories(model: Any, names: Sequence[str], length: int) -> None:
-    """Gives a model a history for each of these contractions, except those of experts, whose gradients are not rounded. The histories
-    are shapes until they are initialized with zeros.
+    """Adds a history to a model for each of these contractions, except those of experts, whose gradients are not rounded. The
+    histories are shapes until they are initialized with zeros.
+
+    Args:
+        names: the names of the contractions in the model's layout.
+        length: the number of steps in a history.
     """
     histories = AmaxHistories()
     for name in names:
@@ -61,7 +65,7 @@ def attach_histories(model: Any, names: Sequence[str], length: int) -> None:
         if of.group:
             continue
         shape = (*of.shape[: of.stacked], 3, length)
-        # These letters stand for themselves: no axis is split over devices.
+        # These letters have no logical axis, so that no axis is split over devices.
         meaning = Meaning("abc"[: len(shape)])
         value = jax.ShapeDtypeStruct(shape, jnp.float32)
         setattr(histories, name.replace(".", "-"), AmaxHistory(value, meaning=meaning, draw=Draw("constant", 0.0)))
@@ -69,11 +73,11 @@ def attach_histories(model: Any, names: Sequence[str], length: int) -> None:
 
 
 def with_scaling(model: Any, key: Array | None = None) -> None:
-    """Gives each contraction of a model its history, and its own random key if it rounds stochastically. A model without either does
-    not change, and nothing is traced for it.
+    """Gives each contraction of a model its history, and a random key of its own if it rounds stochastically. A model without either
+    does not change, and nothing is traced for it.
 
     Args:
-        key: random key of a training pass. None: gradients are not computed, or rounded to nearest.
+        key: the random key of a training pass. None if gradients are not computed, or are rounded to nearest.
     """
     histories = getattr(model, AMAX, None)
     for name, variable in vars(histories).items() if histories is not None else ():
@@ -94,10 +98,10 @@ def with_scaling(model: Any, key: Array | None = None) -> None:
 
 
 def histories_of(weights: Mapping[str, Array]) -> dict[str, Array]:
-    """The histories among a model's weights."""
+    """Returns the histories among a model's variables, by name."""
     return {address: leaf for address, leaf in weights.items() if address.startswith(f"{AMAX}.")}
 
 
 def next_amax_history(history: Array, seen: LargestMagnitude) -> Array:
-    """The next history: the magnitudes of this step, then the old ones without the oldest."""
+    """Returns the next history: the magnitudes of this step, followed by the old ones without the oldest."""
     return jnp.concatenate([seen.value[..., :1], history[..., :-1]], -1)

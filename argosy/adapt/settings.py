@@ -1,7 +1,8 @@
-"""The settings of adapters, which a run trains on a frozen base model. They import no jax, so mistakes are reported at once.
+"""The settings of adapters, which a run trains on a frozen base model. This module does not import jax, so that mistakes are reported
+at once.
 
-`put_on` changes a model whose weights are still shapes: the base is frozen, then quantized if asked for, and adapters are added.
-`adapt.base` fills it.
+`put_on` changes a model whose weights are still shapes: it freezes the base, quantizes the base if the settings say so, and adds the
+adapters. `adapt.base` then fills the model.
 """
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -16,10 +17,10 @@ if TYPE_CHECKING:
 
     from argosy.models.parts.einsum import Contraction
 
-# Every matrix of the layers, except those that choose experts or weigh the shared one.
+# Matches every matrix of the layers, except routers and the gates of shared experts.
 LAYERS = r"layers\.(?!.*\.(router|shared_gate)$).*"
 HEAD, POOLER = "head", "pooler"
-# The attribute of a model's module that has the histories of delayed scaling (`adapt.scaling`).
+# The attribute of a model that holds the histories of delayed scaling (`adapt.scaling`).
 AMAX = "amax"
 WAY_OUT = "names are regular expressions over module paths: `argosy models show MODEL`, docs/adapters.md"
 

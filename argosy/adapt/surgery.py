@@ -1,9 +1,9 @@
-"""Find, swap, freeze and graft parts of a model, selected by pattern.
+"""Finds, swaps, freezes and grafts modules and weights of a model, which are selected by a pattern.
 
-A pattern is a regular expression that must match the complete dotted name. Layers have two names: their own, "layers.3.attn.q"
-(if layers are unrolled), and that of their kind, "layers.block.attn.q" (in either layout), so a rule for the kind works in any
-layout. Every function returns what it matched and raises if that is nothing, because a rule that silently matches nothing is the
-most common mistake here.
+A pattern is a regular expression that must match the complete dotted name. Modules of layers have two names: their own, such as
+"layers.3.attn.q" (if layers are unrolled), and the name of their kind, such as "layers.block.attn.q" (unrolled or scanned). So a
+pattern for the kind works in any layout. Every function returns the names that it matched, and raises an error if there are none,
+because patterns that silently match nothing are the most common mistake here.
 """
 
 import re
@@ -20,8 +20,8 @@ from argosy.models.parts.weight import Codes, Frozen, Leaves, put, variable, var
 
 
 def find(model: nnx.Module, where: str, of: type | tuple[type, ...] = Contraction) -> dict[str, Any]:
-    """`{name: module}` of the modules of a type whose names match. Only the outermost ones are returned (a LoRA, not what it
-    wraps), and none whose output only selects something (`Contraction.chooses`).
+    """Returns `{name: module}` for the modules of a type whose names match. Only the outermost modules are returned (a LoRA, not the
+    contraction inside), and none whose output only selects something (`Contraction.chooses`).
 
     Raises:
         BadInput: nothing matches, or the pattern is not a regular expression.
@@ -50,8 +50,8 @@ def find(model: nnx.Module, where: str, of: type | tuple[type, ...] = Contractio
 
 
 def find_parts(model: nnx.Module, where: str) -> list[str]:
-    """The names of the modules of any kind that hold weights and match: "embed", "norm", "layers.3.attn_norm". Only the outermost ones
-    are returned.
+    """Returns the names of the modules of any type that contain weights and match, such as "embed", "norm" or "layers.3.attn_norm".
+    Only the outermost modules are returned.
 
     Raises:
         BadInput: nothing matches, or the pattern is not a regular expression.
@@ -71,14 +71,14 @@ def find_parts(model: nnx.Module, where: str) -> list[str]:
 
 
 def inside(name: str, outer: str) -> bool:
-    """Whether a dotted name is that of a module or weight in another one, or that one itself."""
+    """Whether a dotted name is `outer`, or the name of a module or weight inside `outer`."""
     return name == outer or name.startswith(outer + ".")
 
 
 def swap(
     model: nnx.Module, where: str, make: Callable[[Any], Any], of: type | tuple[type, ...] = Contraction
 ) -> list[str]:
-    """Replaces every matching contraction by `make(contraction)`. Returns their names, at least one."""
+    """Replaces every matching contraction of a model by `make(contraction)`, in place. Returns the names, at least one."""
     modules = find(model, where, of)
     for name, node in modules.items():
         put_at(model, name, make(node))
@@ -86,7 +86,7 @@ def swap(
 
 
 def at(model: nnx.Module, name: str) -> Any:
-    """The module of this dotted name."""
+    """Returns the module of this dotted name."""
     node: Any = model
     for step in name.split("."):
         node = getattr(node, step)
@@ -99,19 +99,22 @@ def put_at(model: nnx.Module, name: str, module: Any) -> None:
 
 
 def freeze(model: nnx.Module, where: str) -> list[str]:
-    """Freezes the weights whose address matches. Returns their addresses, at least one."""
+    """Freezes the parameters whose names match, in place. Returns the names, at least one."""
     return _retype(model, where, nnx.Param, Frozen)
 
 
 def thaw(model: nnx.Module, where: str) -> list[str]:
-    """Unfreezes the frozen weights whose address matches. Returns their addresses, at least one. Quantized weights and their
-    scales stay frozen."""
+    """Unfreezes the frozen parameters whose names match, in place. Returns the names, at least one. Quantized weights and their scales
+    stay frozen."""
     return _retype(model, where, Frozen, nnx.Param)
 
 
 def graft(model: nnx.Module, leaves: Mapping[str, Any], where: str = ".*") -> list[str]:
-    """Copies the weights of another model whose address matches into this one. The rest is unchanged; what is still a description
-    is drawn by `fill`. Returns the addresses, at least one.
+    """Copies the parameters of another model whose names match into this one. Other parameters are unchanged, and `fill` initializes
+    those that are still descriptions. Returns the copied names, at least one.
+
+    Args:
+        leaves: the parameters of the other model, by name.
 
     Raises:
         BadInput: nothing matches, or a shape differs.
@@ -157,7 +160,8 @@ def _matches(model: nnx.Module, rule: re.Pattern[str], name: str) -> bool:
 
 
 def _kind_name(model: nnx.Module, name: str) -> str:
-    """ "layers.3.attn.q" as "layers.block.attn.q", and so "layers.block_2.attn.q", of a later group of scanned layers."""
+    """Returns the name of the kind: "layers.block.attn.q" for "layers.3.attn.q", and for "layers.block_2.attn.q", which belongs to a
+    later group of scanned layers."""
     node: Any = model
     parts = name.split(".")
     for i, part in enumerate(parts):

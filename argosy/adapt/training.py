@@ -1,14 +1,14 @@
-"""Training in few bits: contractions that round weights and data in the forward pass, or also in the backward pass.
+"""Low-precision training: contractions that round weights and activations in the forward pass, or also in the backward pass.
 
 Quantization-aware training (QAT; Jacob et al. 2017, arXiv:1712.05877, section 3) computes with the rounded weight Q(w) and the rounded
-data Q(x), and passes gradients straight through the rounding (Bengio et al. 2013, arXiv:1308.3432):
+activations Q(x), and passes gradients straight through the rounding (Bengio et al. 2013, arXiv:1308.3432):
 
     y = Q(x) Q(w)        dx = dy Q(w)'        dw = Q(x)' dy
 
-Quantized training rounds both factors of all three products (`adapt.low_precision`). The products of experts over a route round in the
-forward pass alone.
+Quantized training rounds both factors of all three products (`adapt.low_precision`). Products of routed experts are rounded only in the
+forward pass.
 
-The weight stays float32 at its own address, so optimizers, checkpoints and Hub folders do not see the difference.
+The weight stays float32 under its own name, so there is no difference for optimizers, checkpoints and Hub folders.
 """
 
 from functools import partial
@@ -28,7 +28,8 @@ from argosy.models.parts.einsum import PRODUCT, Contraction, Einsum, Route, cont
 
 
 class TrainedEinsum(Contraction):
-    """An `Einsum` that computes in few bits and is trained. Its weight is the float32 one, under the same name."""
+    """An `Einsum` that is trained and computes with rounded factors. Its weight is the float32 weight of the `Einsum`, under the same
+    name."""
 
     w: nnx.Variable
     b: nnx.Variable | None
@@ -45,7 +46,7 @@ class TrainedEinsum(Contraction):
         return tuple(self.w.shape)
 
     def contract(self, eq: str, x: Array, route: Route | None, dtype: Any) -> Array:
-        """The product of data with the weight, in few bits."""
+        """Computes the product of activations and weight with rounded factors."""
         raise NotImplementedError
 
     def product(self, x: Float[Array, "..."], route: Route | None = None, *, dtype: Any = None) -> Float[Array, "..."]:
@@ -61,7 +62,8 @@ class FakeQuantEinsum(TrainedEinsum):
     """Quantization-aware training of one contraction.
 
     Args:
-        scheme: the scheme of its later quantization.
+        of: the contraction to train.
+        scheme: the scheme by which the contraction will be quantized after training.
     """
 
     def __init__(self, of: Einsum, scheme: Scheme):
@@ -77,7 +79,7 @@ class FakeQuantEinsum(TrainedEinsum):
         summed = tuple(i for i, letter in enumerate(letters.x) if letter in letters.inner)
         rounding = self.scheme.rounding()
 
-        # The rounded weights of all layers are not kept from the forward pass to the backward pass.
+        # Rounded weights are computed again in the backward pass, so that those of all layers are not kept.
         @jax.checkpoint
         def product(x: Array, w: Array) -> Array:
             w = _straight_through(lambda w: self.scheme.quantize(self, w).dequantized(w.dtype), w)
@@ -95,10 +97,11 @@ class LowPrecisionEinsum(TrainedEinsum):
     """Quantized training of one contraction.
 
     history: the history of delayed scaling in one pass, set by a training step (`adapt.scaling`).
-    key: the random key of stochastic rounding in one pass, set likewise.
+    key: the random key of stochastic rounding in one pass, also set by a training step.
 
     Args:
-        kind: a key of `KINDS`.
+        of: the contraction to train.
+        kind: the number formats, a key of `KINDS`.
         stochastic: whether a training step rounds gradients stochastically.
     """
 
@@ -131,11 +134,14 @@ _straight_through.defvjp(lambda rounded, x: (rounded(x), None), lambda rounded, 
 
 
 def train_in_few_bits(model: nnx.Module, where: str, kind: Kind, *, stochastic: bool = False, history: int = 0) -> list[str]:
-    """Replaces the matching contractions by low-precision training. Returns their names, at least one.
+    """Replaces the matching contractions of a model, in place, by contractions that train in low precision. Returns the names, at least
+    one.
 
     Args:
-        stochastic: whether training steps round gradients stochastically; int8 only.
-        history: number of steps that delayed scaling remembers; 0: dynamic scales.
+        where: the pattern of the names (`adapt.surgery`).
+        kind: the number formats, int8 or fp8.
+        stochastic: whether training steps round gradients stochastically. For int8 only.
+        history: the number of steps that delayed scaling looks back. 0 uses dynamic scales.
 
     Raises:
         BadInput: nothing matches, or a contraction has an adapter or is quantized.
@@ -148,7 +154,10 @@ def train_in_few_bits(model: nnx.Module, where: str, kind: Kind, *, stochastic: 
 
 
 def train_quantization_aware(model: nnx.Module, schemes: dict[str, Scheme]) -> list[str]:
-    """Replaces contractions by quantization-aware training, by their names in the model's layout. Returns the names.
+    """Replaces contractions of a model, in place, by contractions of quantization-aware training. Returns the names.
+
+    Args:
+        schemes: the scheme of each contraction, by its name in the model's layout.
 
     Raises:
         BadInput: a contraction has an adapter or is quantized.

@@ -1,8 +1,8 @@
-"""A model in the form that Google's Tunix trains: `PeftTrainer(ForTunix(lm), ...)`, with adapters or without.
+"""Adapts a model to Google's Tunix, so that Tunix can train it with or without adapters: `PeftTrainer(ForTunix(lm), ...)`.
 
-Tunix (google-tunix, an extra: `pip install '.[tunix]'`) calls `model(tokens, positions, cache, attention_mask)` and wants logits
-and a cache. It finds adapters by their type, `nnx.LoRAParam`, which is that of `adapt.lora`, and then trains them alone; otherwise
-every `nnx.Param`. This file imports nothing of Tunix, so it works with any trainer of NNX modules that calls a model so.
+Tunix (google-tunix, an extra: `pip install '.[tunix]'`) calls `model(tokens, positions, cache, attention_mask)` and expects logits and
+a cache. It finds adapters by their type `nnx.LoRAParam`, which `adapt.lora` uses, and then trains only these. Otherwise it trains
+every `nnx.Param`. This module does not import Tunix, so it works with any trainer of NNX modules that calls a model in this way.
 
     lm = argosy.load("path/to/model", dtype="float32")
     swap(lm.module, r"layers\\..*", lambda of: LoRA(of, rank=8, alpha=16.0))
@@ -11,7 +11,8 @@ every `nnx.Param`. This file imports nothing of Tunix, so it works with any trai
     ...
     lm.save("path/to/adapter", format="peft")
 
-The trainer changes the weights of `lm` itself. Its rollouts need a cache, which this model does not give: roll out with `lm.generate`.
+The trainer changes the weights of `lm` in place. Its rollouts need a cache, which this model does not return. Use `lm.generate` for
+rollouts.
 """
 
 from typing import Any
@@ -24,13 +25,13 @@ from argosy.core.errors import BadInput, Unsupported
 
 
 class ForTunix(nnx.Module):
-    """A decoder called as Tunix calls models. Its weights are those of the model, not copies.
+    """A decoder that is called as Tunix calls models. It shares the weights of the model and copies nothing.
 
     Args:
-        lm: an `argosy.LM`, or anything with its `config` and `module`.
+        lm: an `argosy.LM`, or an object with the attributes `config` and `module`.
 
     Raises:
-        BadInput: the model predicts no tokens.
+        BadInput: the model does not predict tokens.
     """
 
     def __init__(self, lm: Any):
@@ -45,13 +46,14 @@ class ForTunix(nnx.Module):
         cache: Any = None,
         attention_mask: Bool[Array, "B T T"] | None = None,
     ) -> tuple[Float[Array, "B T V"], None]:
-        """Logits, and no cache.
+        """Computes the logits. Returns them and None in place of a cache.
 
         Args:
-            positions: not read: they count the tokens of a sequence, as Tunix's `build_positions_from_mask` does.
-            attention_mask: whether a token (the middle axis) sees another: causal within each sequence, as Tunix's
-                `make_causal_attn_mask` makes it, or for several sequences a row. A token that does not see itself is padding; one
-                that does not see the token before it begins a sequence. None: rows of one sequence without padding.
+            positions: ignored. Positions count the tokens of each sequence, as in Tunix's `build_positions_from_mask`.
+            attention_mask: whether a token (middle axis) attends to another (last axis). It must be causal within each sequence, as
+                that of Tunix's `make_causal_attn_mask`, and may have several sequences per row. A token that does not attend to itself
+                is padding, and one that does not attend to the token before begins a sequence. With None, each row is one sequence
+                without padding.
 
         Raises:
             Unsupported: a cache is given.
@@ -63,7 +65,7 @@ class ForTunix(nnx.Module):
 
 
 def segments_of(attention_mask: Bool[Array, "B T T"]) -> Int[Array, "B T"]:
-    """The number of the sequence that each token belongs to, from 1; 0 for padding."""
+    """Returns the number of the sequence that each token belongs to, from 1 on; 0 for padding."""
     live = jnp.diagonal(attention_mask, axis1=1, axis2=2)
     before = jnp.diagonal(attention_mask, -1, axis1=1, axis2=2)
     starts = live & ~jnp.pad(before, ((0, 0), (1, 0)))

@@ -1,1 +1,1 @@
-"""Calibration: statistics of the inputs of contractions, layer by layer, and quantization by them."""
+"""Calibration: computes statistics of the inputs of contractions on data, layer by layer, and quantizes with them."""

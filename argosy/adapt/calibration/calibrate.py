@@ -1,13 +1,13 @@
 """Quantizes the layers of a model one after the other, on calibration data.
 
     X_0 = embedding of the tokens
-    for each layer:  statistics of the inputs of its contractions, from X_i and its weights as floats
-                     its weights in few bits, by a method
-                     X_(i+1) = the layer with these weights on X_i
+    for each layer:  compute statistics of the inputs of its contractions, from X_i and float weights
+                     quantize its weights by a method
+                     X_(i+1) = the output of the quantized layer for X_i
 
-So the statistics of a layer are those of a model whose earlier layers are quantized, as in GPTQ, and within the layer those of floats.
-Only one layer's weights are in memory, with Gram matrices of its inputs. After a kill the next process goes on at the layer that was
-reached, with the same results bit for bit (`calibration.folder`).
+So the statistics of a layer are those of a model whose earlier layers are quantized, as in GPTQ, while the layer itself is in floats.
+Only the weights of one layer are in memory, with Gram matrices of its inputs. After a kill, the next process continues with the layer
+that was not finished, with the same results bit for bit (`calibration.folder`).
 """
 
 import math
@@ -33,9 +33,9 @@ from argosy.core.process.resident import trim
 from argosy.models.parts.weight import Leaves
 from argosy.ops.quantized import Quantized
 
-# What the names of weights begin with, in the files of layers, that balancing changes and no rule quantizes.
+# The prefix, in the files of layers, of weights that balancing changed and no rule quantizes.
 CHANGED = "changed:"
-# Tokens of one call of a layer.
+# The number of tokens of one call of a layer.
 BATCH = 1024
 
 
@@ -44,9 +44,9 @@ class CalibratedWeights:
     """The quantized weights of the layers.
 
     folder: the folder of the calibration.
-    places: layer and name in its file of each weight, by its per-layer name.
-    rows: figures of each weight on the data, by its per-layer name: `error`; `output_error`; the same of rounding to `nearest`;
-        `uncalibrated`, the share of its experts that got too few tokens; and `balanced`, whether its inputs were scaled.
+    places: (layer, name in the layer's file) of each weight, by its per-layer name.
+    rows: the results of each weight on the data, by its per-layer name. They are `error`, `output_error`, the output error of rounding
+        to nearest, `uncalibrated` (the share of experts with too few tokens) and `balanced` (whether the inputs were scaled).
     """
 
     folder: CalibrationFolder
@@ -55,7 +55,7 @@ class CalibratedWeights:
 
     @property
     def changed_places(self) -> dict[str, tuple[int, str]]:
-        """Layer and name in its file of each weight that balancing changed and no rule quantizes, by its per-layer name."""
+        """(layer, name in the layer's file) of each weight that balancing changed and no rule quantizes, by its per-layer name."""
         places = dict[str, tuple[int, str]]()
         for i in range(self.folder.layers):
             names = self.folder.read_layer(i)[0].names
@@ -63,7 +63,8 @@ class CalibratedWeights:
         return places
 
     def changed(self, weights: TensorReader) -> TensorReader:
-        """The weights of the model. Weights that balancing changed and no rule quantizes are float32."""
+        """Returns a reader of the model's weights that replaces those that balancing changed and no rule quantizes, which are
+        float32."""
         places = self.changed_places
 
         def change(name: str, read: Callable[[], np.ndarray], part: int | None) -> np.ndarray:
@@ -76,7 +77,7 @@ class CalibratedWeights:
         return TensorView(weights, dtypes=dict.fromkeys(places, np.dtype(np.float32)), change=change)
 
     def read(self, name: str, of: QuantizedEinsum) -> Quantized:
-        """A quantized weight, by its per-layer name."""
+        """Reads a quantized weight. `name`, `of`: the per-layer name of its contraction, and the contraction."""
         layer, stored_name = self.places[name]
         file, _ = self.folder.read_layer(layer)
         arrays = {part: jnp.asarray(file.read(f"{stored_name}.{part}")) for part in PARTS if getattr(of, part) is not None}
@@ -93,8 +94,11 @@ def calibrate(
     """Quantizes every layer.
 
     Args:
-        folder: the folder of this calibration; layers in it are not quantized again.
-        done: called with the number of finished layers, and of all layers.
+        runner: runs the layers of the model.
+        method: the method of rounding.
+        data: the calibration data.
+        folder: the folder of this calibration. Layers that it contains are not quantized again.
+        done: called with the number of finished layers and the number of all layers.
 
     Raises:
         BadInput: a weight is not finite.
@@ -133,7 +137,7 @@ def _calibrate_layer(
     table: list[Row] = []
     quantized: dict[str, Quantized] = {}
     statistics = runner.statistics(i, leaves, batches()) if runner.names[i] else {}
-    # What compiling took is not returned by itself, and is more than a layer of a small model.
+    # Memory of the compiler is not returned to the system by itself, and is more than a layer of a small model.
     trim()
     changed, balanced = _balanced(runner, i, leaves, statistics, method, next(batches()))
     for name in runner.names[i]:
@@ -160,10 +164,10 @@ def _calibrate_layer(
 
 
 def _largest_input(name: str, inputs: InputStatistics | None) -> float:
-    """The largest magnitude of the inputs of a contraction, of experts those of all.
+    """Returns the largest magnitude of the inputs of a contraction, over all experts.
 
     Raises:
-        BadInput: the data does not reach it, or one is not finite.
+        BadInput: no data reaches the contraction, or an input is not finite.
     """
     if inputs is None:
         raise BadInput(f"activations_scale=static: no data reaches `{name}`", hint="activations_scale: dynamic in a rule for it")
@@ -181,7 +185,8 @@ def _balanced(
     method: RoundingMethod,
     batch: tuple[Any, Any],
 ) -> tuple[Leaves, dict[str, np.ndarray]]:
-    """The weights that a method balances, and the scales of the inputs of contractions. Statistics become those of scaled inputs."""
+    """Balances the weights of a layer, if the method does so. Returns the changed weights, and the scales of the inputs of
+    contractions. `statistics` is changed in place to that of the scaled inputs."""
     changed: Leaves = {}
     scales: dict[str, np.ndarray] = {}
     if not isinstance(method, BalancingMethod):
@@ -210,14 +215,14 @@ def _round(
     inputs: InputStatistics | None,
     original: tuple[Any, np.ndarray | None],
 ) -> tuple[Quantized, Row]:
-    """A weight in few bits, and what the data says of it.
+    """Quantizes a weight. Returns it with its results on the data.
 
     Args:
-        original: the weight before balancing, and the scales of its inputs.
+        original: the weight before balancing, and the scales of its inputs (None if they were not scaled).
     """
     usable = None if inputs is None or not inputs.sufficient.any() else inputs
     quantized = method.quantize(of, w, of.scheme, usable)
-    # In numpy, as `output_error`.
+    # Computed in numpy, for the reason in `output_error`.
     rounded, exact = np.asarray(as_floats(quantized)), np.asarray(w)
     size = float(np.linalg.norm(exact.ravel()))
     row: Row = {"error": float(np.linalg.norm((rounded - exact).ravel())) / size if size else 0.0}

@@ -1,4 +1,4 @@
-"""Calibration data: the first sequences of a data pipeline, as training would read them."""
+"""Reads calibration data: the first sequences of a data pipeline, as training would read them."""
 
 import hashlib
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,15 +14,15 @@ from argosy.data.settings import DataSettings
 if TYPE_CHECKING:
     from argosy.data.tokenizers.load import Tokenizer
 
-# Tokens of a sequence, unless the settings say otherwise or the model has a shorter context.
+# The number of tokens of a sequence, unless the settings say otherwise or the model has a shorter context.
 SEQUENCE = 512
 
 
 class CalibrationData(NamedTuple):
     """Sequences of equal length.
 
-    tokens: their tokens.
-    segments: 0 at padding.
+    tokens: the token ids.
+    segments: the number of the segment that each token belongs to, 0 for padding.
     """
 
     tokens: Int[np.ndarray, "S T"]
@@ -45,11 +45,13 @@ class CalibrationData(NamedTuple):
 def calibration_data(
     settings: DataSettings, samples: int, tokenizer: "Tokenizer | None", *, vocab: int, context: int
 ) -> CalibrationData:
-    """The first sequences of the data, shuffled by its seed, which is 0 unless the settings have one.
+    """Reads the first sequences of the data, shuffled by the seed of the settings, or by seed 0.
 
     Args:
-        samples: number of sequences.
+        settings: the settings of the data.
+        samples: the number of sequences.
         tokenizer: the model's tokenizer.
+        vocab: the size of the model's vocabulary.
         context: the model's context, in tokens.
 
     Raises:

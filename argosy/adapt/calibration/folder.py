@@ -1,11 +1,11 @@
-"""The folder of a running calibration: the quantized layers so far, and the inputs of the next one.
+"""The folder of a running calibration, with the quantized layers so far and the inputs of the next layer.
 
     identity.json            the model, the data and the method
     inputs.3                 the inputs of layer 3, float32 [samples T D]: the outputs of the quantized layers before it
     layer.2.safetensors      the quantized weights of layer 2, and their errors on the data
 
-Inputs are on disk, since they are larger than a layer of large models; the system caches as much as fits in memory. A layer counts once
-its file exists, so after a kill calibration continues with the first layer without a file.
+Inputs are on disk, because they are larger than a layer of a large model. The system caches as much as fits into memory. A layer is
+finished once its file exists, so after a kill calibration continues with the first layer without a file.
 """
 
 import json
@@ -26,12 +26,12 @@ Row = dict[str, Any]
 
 
 class CalibrationFolder:
-    """The folder of a calibration. It is created on first use, and its owner removes it.
+    """The folder of a calibration. It is created on first use, and the caller removes it.
 
     Args:
-        path: a folder that does not exist, or one of a process with the same identity.
-        identity: everything that decides the results, as JSON.
-        shape: shape of a layer's inputs.
+        path: a folder that does not exist, or that a process with the same identity left.
+        identity: everything that affects the results, as a JSON object.
+        shape: the shape of a layer's inputs, (samples, T, D).
 
     Raises:
         BadInput: the folder belongs to another calibration, or the disk is too small.
@@ -54,14 +54,14 @@ class CalibrationFolder:
 
     @property
     def layers(self) -> int:
-        """Number of finished layers."""
+        """The number of finished layers."""
         count = 0
         while self._file(count).is_file():
             count += 1
         return count
 
     def read_inputs(self, i: int, rows: int) -> Iterator[tuple[slice, np.ndarray]]:
-        """The inputs of a layer, `rows` samples at a time."""
+        """Reads the inputs of a layer. Yields (slice of samples, inputs [rows T D]) for `rows` samples at a time."""
         each = int(np.prod(self.shape[1:]))
         with self._inputs(i).open("rb") as file:
             for start in range(0, self.shape[0], rows):
@@ -85,14 +85,15 @@ class CalibrationFolder:
         """Writes the quantized weights of a layer, and removes its inputs.
 
         Args:
-            rows: figures of each weight on the data, as JSON.
+            arrays: the arrays of the quantized weights, by name.
+            rows: the results of each weight on the data, as JSON objects.
         """
         entries = [TensorEntry(name, a.shape, a.dtype, lambda a=a: a) for name, a in arrays.items()]
         write_file(self._file(i), tensors_file(self._file(i).name, entries, {"rows": json.dumps(rows)}))
         self._inputs(i).unlink(missing_ok=True)
 
     def read_layer(self, i: int) -> tuple[SafeTensors, list[Row]]:
-        """The quantized weights of a layer, and their figures."""
+        """Reads the quantized weights of a layer, and their results on the data."""
         file = SafeTensors.open(self._file(i))
         return file, json.loads(file.metadata["rows"])
 

@@ -1,5 +1,5 @@
-"""Runs a model one layer at a time, on the outputs of the layers before it, for calibration. The model is never built as a whole: each
-layer's weights are read when it runs.
+"""Runs a model one layer at a time for calibration, on the outputs of the previous layers. The weights of a layer are read when it
+runs, so the whole model is never in memory.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,18 +23,19 @@ from argosy.models.parts.stack import Layer, Unroll, run_block
 from argosy.models.parts.weight import Leaves, merge, split, variables
 from argosy.ops.quantized import Quantized
 
-# Modules outside the layers that their inputs do not depend on.
+# The prefixes of modules that come after the layers.
 AFTER = ("head.", "norm.", "pooler.", "mtp.")
-# The embedding of tokens.
+# The name of the embedding of tokens.
 EMBED = "embed.w"
 
 
 class LayerRunner:
-    """The layers of a model whose weights are on disk.
+    """Runs the layers of a model whose weights are on disk.
 
     Args:
-        weights: weights of the unquantized model, by per-layer name.
-        schemes: how contractions are quantized, by per-layer name.
+        config: the config of the model.
+        weights: reads the weights of the unquantized model, by per-layer name.
+        schemes: the scheme of each contraction that is quantized, by per-layer name.
     """
 
     def __init__(self, config: Any, weights: TensorReader, schemes: Mapping[str, Scheme]):
@@ -46,29 +47,29 @@ class LayerRunner:
         self.names = [tuple(self._names(i, schemes)) for i in range(len(self.plan))]
 
     def _names(self, i: int, schemes: Mapping[str, Scheme]) -> list[str]:
-        """The contractions of a layer that are quantized, by their names in it."""
+        """Returns the names, within the layer, of the contractions that are quantized."""
         return [name for name in find(self.block(i), ".*") if f"layers.{i}.{name}" in schemes]
 
     def contraction(self, i: int, name: str) -> QuantizedEinsum:
-        """A quantized contraction of a layer, with shapes for weights."""
+        """Returns a quantized contraction of a layer, with shapes in place of weights."""
         return at(getattr(self.rounded.layers, str(i)), name)
 
     def read(self, i: int) -> Leaves:
-        """The weights of a layer, by their names within the layer."""
+        """Reads the weights of a layer as float32, by their names within the layer."""
         by_address = variables(self.block(i))
         return {name: jnp.asarray(self.weights.read(f"layers.{i}.{name}"), jnp.float32) for name in by_address}
 
     def embedded(self, batches: Iterator[tuple[Any, Any]]) -> Iterator[np.ndarray]:
-        """The inputs of the first layer.
+        """Yields the inputs of the first layer for each batch.
 
         Args:
-            batches: yields tokens [B T] and their segments.
+            batches: yields tokens [B T] and segments [B T].
         """
-        # A model of its own: what is put into variables that it shared with `plain` would stay in memory.
+        # A separate model, because arrays that are put into variables of `plain` would stay in memory.
         graph, state = split(self.plain)
         inside = [a for a in state if not a.startswith(("layers.", *AFTER))]
         pairs = list(batches)
-        # The rows of the embedding that the data reads, and which of them each token is: a copy of all is half of a small model.
+        # Only the rows of the embedding that the data reads are copied, because all rows are half of a small model.
         ids = np.unique(np.concatenate([np.ravel(tokens) for tokens, _ in pairs]))
         read = {a: self.weights.read(a) if a != EMBED else self.weights.read(a)[ids] for a in inside}
         model = merge(graph, state | {a: jnp.asarray(w, jnp.float32) for a, w in read.items()})
@@ -77,11 +78,11 @@ class LayerRunner:
             yield np.asarray(model.embedded(rows, _strategy(self.causal, jnp.asarray(segments))))
 
     def statistics(self, i: int, leaves: Leaves, batches: Iterator[tuple[Any, Any]]) -> dict[str, InputStatistics]:
-        """Statistics of the inputs of each contraction that is quantized.
+        """Computes statistics of the inputs of each contraction of layer `i` that is quantized, by name within the layer.
 
         Args:
-            leaves: the weights of the layer.
-            batches: yields inputs of the layer and their segments; at least once.
+            leaves: the weights of the layer, by name within the layer.
+            batches: yields inputs of the layer [B T D] and segments [B T], at least once.
         """
         graph, _ = split(self.block(i))
         places, run = _observed(graph, self.plan[i], self.names[i], self.causal)
@@ -96,17 +97,18 @@ class LayerRunner:
         return {name: statistics[places[name]] for name in self.names[i] if name in places}
 
     def contractions(self, i: int) -> dict[str, Contraction]:
-        """All contractions of a layer with shapes for weights, by their names within the layer, including those that only select."""
+        """Returns all contractions of a layer by name within the layer, with shapes in place of weights. They include those whose
+        output only selects something."""
         modules = nnx.iter_modules(self.block(i))
         return {".".join(map(str, path)): module for path, module in modules if isinstance(module, Contraction)}
 
     def block(self, i: int) -> Any:
-        """A layer of the unquantized model, with shapes for weights."""
+        """Returns a layer of the unquantized model, with shapes in place of weights."""
         return getattr(self.plain.layers, str(i))
 
     def balanced_pairs(self, i: int, leaves: Leaves, x: Any, segments: Any) -> list[BalancedPair]:
-        """The pairs of a layer that can be balanced: scaling them at random changes the layer's output on these inputs only by
-        rounding. Layers with the same structure are tested once.
+        """Returns the pairs of a layer that can be balanced, because scaling them at random changes the output of the layer on these
+        inputs only by rounding. Layers of the same structure are tested once.
         """
         block, contractions = self.block(i), self.contractions(i)
         graph, _ = split(block)
@@ -121,7 +123,11 @@ class LayerRunner:
         return self._pairs[kind]
 
     def outputs(self, i: int, leaves: Leaves, quantized: Mapping[str, Quantized], x: Any, segments: Any) -> np.ndarray:
-        """The output of a layer with quantized weights."""
+        """Computes the output of a layer with quantized weights.
+
+        Args:
+            leaves, quantized: the float weights and the quantized weights of the layer, by name within the layer.
+        """
         graph, state = split(getattr(self.rounded.layers, str(i)))
         weights = {a: leaves[a] for a in state if a in leaves}
         for name, w in quantized.items():
@@ -129,7 +135,7 @@ class LayerRunner:
         return np.asarray(_layer(graph, self.plan[i], self.causal)(weights, x, segments))
 
     def rounded_output(self, i: int, leaves: Leaves, schemes: Mapping[str, Scheme], x: Array, segments: Array) -> Array:
-        """The output of a layer in which some matrices are rounded to nearest.
+        """Computes the output of a layer in which some matrices are rounded to nearest.
 
         Args:
             schemes: the schemes of the rounded matrices, by their names within the layer.
@@ -141,7 +147,7 @@ class LayerRunner:
         for name, scheme in schemes.items():
             w = scheme.quantize(contractions[name], weights.pop(f"{name}.w"))
             if scheme.activations is None:
-                # The same numbers in the program of the plain layer, which is compiled once.
+                # Dequantized weights give the same numbers in the program of the plain layer, which is compiled once.
                 weights[f"{name}.w"] = w.dequantized()
                 continue
             put_at(block, name, quantized_einsum(at(block, name), scheme))
@@ -156,7 +162,8 @@ def _strategy(causal: bool, segments: Array) -> Attend:
 
 @lru_cache(maxsize=64)
 def _observed(graph: Any, layer: Layer, names: tuple[str, ...], causal: bool) -> tuple[dict[str, int], Any]:
-    """Where the sums of each contraction are in the outputs of a program, known once it is traced, and the program."""
+    """Returns a program that sums statistics over the inputs of contractions, and the index of each contraction's sums in its outputs,
+    which is filled when the program is traced."""
     places: dict[str, int] = {}
 
     @partial(jax.jit, donate_argnums=3)
@@ -174,7 +181,7 @@ def _observed(graph: Any, layer: Layer, names: tuple[str, ...], causal: bool) ->
 
 @lru_cache(maxsize=64)
 def _layer(graph: Any, layer: Layer, causal: bool) -> Any:
-    """A program (weights, x, segments) -> x."""
+    """Returns a compiled program (weights, x, segments) -> x that runs a layer."""
 
     @jax.jit
     def run(weights: Leaves, x: Array, segments: Array) -> Array:

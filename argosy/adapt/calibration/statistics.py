@@ -1,8 +1,8 @@
-"""Statistics of the inputs of contractions.
+"""Computes statistics of the inputs of contractions.
 
 An `ObservedContraction` computes like the contraction that it replaces, and adds sums over its inputs to a `StatisticsRecorder` while a
-program is traced: X'X, the sum of |x|, the largest |x| and the number of tokens; for each expert over its own tokens. Contractions that
-read the same array share their sums.
+program is traced. The sums are X'X, the sum of |x|, the largest |x| and the number of tokens, for each expert over its own tokens.
+Contractions that read the same array share their sums.
 """
 
 from collections.abc import Sequence
@@ -17,19 +17,19 @@ from jaxtyping import Array, Bool, Float
 from argosy.models.parts.einsum import Contraction, ContractionWrapper, Route, letters_of
 from argosy.ops.grouped import grouped_matmul
 
-# A Hessian of I channels needs at least I / SHARE tokens; experts with fewer are rounded without it.
+# A Hessian of I channels needs at least I / SHARE tokens. Experts with fewer tokens are rounded without a Hessian.
 SHARE = 8
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class InputSums:
-    """Sums over the inputs of a contraction; G experts, or one.
+    """Sums over the inputs of a contraction. G is the number of experts, 1 without experts.
 
     gram: X'X [G I I].
     absolute: the sum of |x| [G I].
     largest: the largest |x| [G I].
-    tokens: number of rows [G].
+    tokens: the number of rows [G].
     """
 
     gram: Any
@@ -38,7 +38,7 @@ class InputSums:
     tokens: Any
 
     def added(self, other: "InputSums") -> "InputSums":
-        """The sums over both sets of inputs."""
+        """Returns the sums over both sets of inputs."""
         largest = jnp.maximum(self.largest, other.largest)
         return InputSums(self.gram + other.gram, self.absolute + other.absolute, largest, self.tokens + other.tokens)
 
@@ -47,7 +47,7 @@ class InputSums:
 class InputStatistics:
     """Statistics of the inputs of a contraction on calibration data, as numpy arrays. The fields are those of `InputSums`.
 
-    factors: those of the Gram matrix that a method has computed, for the next contraction that reads the same inputs.
+    factors: factors of the Gram matrix that a method has computed, kept for the next contraction that reads the same inputs.
     """
 
     gram: Float[np.ndarray, "G I I"]
@@ -79,11 +79,11 @@ class InputStatistics:
 
 
 class StatisticsRecorder:
-    """The sums over one layer's inputs, while a program is traced.
+    """Collects the sums over the inputs of one layer's contractions, while a program is traced.
 
-    live: mask of the tokens that are not padding.
-    sums: the sums of each array that contractions read.
-    places: index of the sums of each contraction, by its name.
+    live: the mask of the tokens that are not padding.
+    sums: the sums over each array that contractions read.
+    places: the index of each contraction's sums, by the name of the contraction.
     """
 
     def __init__(self, live: Bool[Array, "B T"]):
@@ -92,7 +92,7 @@ class StatisticsRecorder:
         self._seen = list[tuple[Any, Any, tuple[int, ...]]]()
 
     def add(self, name: str, of: Contraction, x: Array, route: Route | None) -> None:
-        """Adds the input of a call.
+        """Adds the input of a contraction.
 
         Raises:
             ValueError: the contraction was called before, and its calls cannot be distinguished.
@@ -114,7 +114,7 @@ class StatisticsRecorder:
 
 
 class ObservedContraction(ContractionWrapper):
-    """A contraction that records its inputs. Other equations over its weight (`via`) are not recorded."""
+    """A contraction that records its inputs. The inputs of other equations over its weight (`via`) are not recorded."""
 
     def __init__(self, of: Contraction, name: str, recorder: StatisticsRecorder):
         self.eq, self.legend, self.several = of.eq, of.legend, of.several
@@ -146,7 +146,7 @@ def _by_expert(x: Array, route: Route, experts: int) -> InputSums:
     I = x.shape[-1]
     used = jnp.arange(len(x)) < jnp.sum(route.sizes)
     x = jnp.where(used[:, None], x, 0.0)
-    # X'X of each expert is the gradient of a grouped product whose other factor is X again.
+    # X'X of each expert is the gradient of a grouped product whose other factor is also X.
     _, gradient = jax.vjp(lambda w: grouped_matmul(x, w, route.sizes), jnp.zeros((experts, I, I), jnp.float32))
     gram = gradient(x)[0]
     expert = jnp.where(used, route.expert, experts)

@@ -1,1 +1,1 @@
-"""Number formats: what each stores, and how floats are rounded to it."""
+"""Number formats: what each of them stores, and how floats are rounded to it."""

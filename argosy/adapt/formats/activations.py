@@ -1,9 +1,9 @@
 """Rounds activations before a matrix product to a format of few bits, with scales.
 
-    per token      one scale for each row of activations, from its largest magnitude, or for each block along the summed axes
+    per token      one scale for each row of activations, or for each block along the summed axes, from the largest magnitude
     static         one scale for all activations, from calibration; larger magnitudes saturate
 
-A token with NaN or an infinity becomes NaN either way.
+A token with NaN or an infinity becomes NaN in both cases.
 
 `models.parts.einsum` calls this object, which a `Quantized` weight carries, and knows no formats.
 """
@@ -25,10 +25,10 @@ from argosy.ops.quantized import Quantized
 
 
 class WholeNumbers(NamedTuple):
-    """Activations as integers.
+    """The integer form of rounded activations.
 
-    bits: bits of each integer.
-    scales: number of scales per row, for blocks of equal length.
+    bits: the bits of each integer.
+    scales: the number of scales per row, for blocks of equal length.
     """
 
     bits: int
@@ -39,8 +39,8 @@ class WholeNumbers(NamedTuple):
 class Activations:
     """The rounding of activations.
 
-    format: a key of `FORMATS`.
-    block: number of activations along the summed axes that share a scale; None: a whole row.
+    format: the number format, a key of `FORMATS`.
+    block: the number of activations along the summed axes that share a scale. None stands for the format's own block, or a whole row.
     """
 
     format: str
@@ -51,7 +51,7 @@ class Activations:
 
         Args:
             summed: the axes that the product sums over.
-            scale: a static scale; None: dynamic scales.
+            scale: the static scale. None computes dynamic scales.
         """
         format = FORMATS[self.format]
         sizes = [x.shape[axis] for axis in summed]
@@ -59,7 +59,7 @@ class Activations:
         block = tuple(shared.get(axis, 1) for axis in range(x.ndim))
         lead = 0
         if format.scales == "e4m3":
-            # A row's second level is its own: it must not depend on other rows of a batch.
+            # Each row has its own second-level scale, so that it does not depend on other rows of a batch.
             lead = x.ndim - len(summed) if summed == tuple(range(x.ndim - len(summed), x.ndim)) else 0
         if scale is None:
             return format.quantize(x, block, lead=lead)
@@ -67,11 +67,12 @@ class Activations:
         return format.scaled(x, jnp.where(finite, scale.astype(jnp.float32), jnp.nan))
 
     def whole_numbers(self, sizes: Sequence[int], *, is_static: bool) -> WholeNumbers | None:
-        """The integer form of rounded activations; None if the format is not an integer format, or if blocks are not contiguous.
+        """Returns the integer form of rounded activations; None if the format is not an integer format, or if blocks are not
+        contiguous.
 
         Args:
-            sizes: sizes of the summed axes.
-            is_static: whether all activations have one given scale.
+            sizes: the sizes of the summed axes.
+            is_static: whether all activations share a static scale.
         """
         format = FORMATS[self.format]
         if not format.is_integer or format.scales != "float32":
@@ -82,8 +83,8 @@ class Activations:
         return WholeNumbers(format.bits, math.prod(counts)) if block_counts(sizes, counts) == counts else None
 
     def static_scale(self, largest: float) -> Float[np.ndarray, ""]:
-        """The scale that maps the largest magnitude to the largest element. 1 if all calibration data was zero, so that activations are
-        rounded to integers.
+        """Returns the scale that maps the largest magnitude to the largest element. If all calibration data was zero, returns 1, so
+        that activations are rounded to integers.
         """
         scale = np.float32(largest) / np.float32(FORMATS[self.format].largest)
         return np.asarray(scale if scale >= TINY else 1.0, np.float32)

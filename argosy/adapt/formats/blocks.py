@@ -1,7 +1,7 @@
-"""Blocks: the weights that share a scale.
+"""Computes blocks, the groups of weights that share a scale.
 
-Granularities are written as the field does: `tensor`, `channel`, a number of weights along the summed axes (32, 128), or a tile
-of the weight as a matrix, rows of the summed axes first (128x128). No jax here: settings are checked by it.
+A granularity is `tensor`, `channel`, a number of weights along the summed axes (32, 128), or a tile of the weight as a matrix, whose
+rows are the summed axes (128x128). This module does not import jax, because settings are checked by it.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,12 @@ Granularity = str | int | None
 
 
 def along(sizes: Sequence[int], block: int | None) -> list[int]:
-    """The sizes of a block of neighboring numbers on several axes that are flattened into one, the last varying fastest. If a block
-    does not divide them, the largest smaller block that does is used.
+    """Returns the size, along each axis, of a block of neighboring numbers on axes that are flattened to one, the last varying
+    fastest. If such a block does not divide the axes, a smaller one that does is used.
 
     Args:
-        block: number of numbers; None: all.
+        sizes: the sizes of the axes.
+        block: the number of numbers in a block. None means all.
     """
     if block is None:
         return list(sizes)
@@ -26,16 +27,18 @@ def along(sizes: Sequence[int], block: int | None) -> list[int]:
     for size in reversed(sizes):
         each = size if rest >= size else next(n for n in range(rest, 0, -1) if size % n == 0)
         out.append(each)
-        # A block that ends within this axis has one entry of those before it.
+        # A block that ends within this axis has a single entry of the axes before.
         rest = rest // size if rest >= size else 1
     return out[::-1]
 
 
 def block_of(of: "Contraction", granularity: Granularity, default: int | None = None) -> tuple[int, ...]:
-    """The number of weights that share a scale along each axis of a contraction's weight; 1 for stacked layers and for experts.
+    """Returns the number of weights that share a scale along each axis of a contraction's weight. It is 1 along axes of stacked layers
+    and of experts.
 
     Args:
-        granularity: None: the format's own, `default`, or a channel if it has none.
+        granularity: the granularity. None stands for `default`, or for a channel if that is None.
+        default: the default block of the number format.
 
     Raises:
         ValueError: the granularity is invalid.
@@ -46,14 +49,15 @@ def block_of(of: "Contraction", granularity: Granularity, default: int | None = 
     sizes = of.sizes
     shared = dict.fromkeys(of.spec, 1)
     for letters, block in ((summed, tile[0]), (outer, tile[1])):
-        # In the order of the weight's own axes.
+        # In the order of the axes of the weight.
         letters = "".join(letter for letter in of.spec if letter in letters)
         shared |= dict(zip(letters, along([sizes[letter] for letter in letters], block), strict=True))
     return (*(1,) * of.stacked, *(shared[letter] for letter in of.spec))
 
 
 def granularity_of(granularity: Granularity, default: int | None = None) -> tuple[int | None, int | None]:
-    """The number of weights that share a scale along the summed axes, and along the kept axes; None: all.
+    """Parses a granularity. Returns the numbers of weights that share a scale along the summed axes and along the kept axes, None for
+    all.
 
     Raises:
         ValueError: the granularity is invalid.
@@ -70,6 +74,6 @@ def granularity_of(granularity: Granularity, default: int | None = None) -> tupl
 
 
 def pack_axis(of: "Contraction") -> int:
-    """The axis, counted from the end, along which small codes share bytes: the last of those along which blocks lie."""
+    """Returns the axis, as a negative index, along which codes of few bits are packed into bytes: the last summed axis."""
     summed = of.kept if of.is_lookup else of.inner
     return max(i for i, letter in enumerate(of.spec) if letter in summed) - len(of.spec)

@@ -1,16 +1,18 @@
-"""A number format, and rounding to it.
+"""Number formats, and rounding to them.
 
-A format is data: the elements that a weight is rounded to, how many weights share a scale, and how scales are stored.
+A format is described by data: the elements that weights are rounded to, the number of weights that share a scale, and the type of
+    scales.
 
     scale = largest |w| of a block / the largest element        (`absmax`)
     w ~ element * scale - minimum
 
-Scales of MX formats are powers of two: 2^(floor(log2(largest |w|)) - the largest element's exponent), and elements above the largest
-saturate (OCP Microscaling Formats 1.0, section 6.3; arXiv:2310.10537). NVFP4 has scales in e4m3 and a second, float32, for the whole
-weight (NVIDIA, arXiv:2509.25149).
+Scales of MX formats are powers of two: 2^(floor(log2(largest |w|)) - the exponent of the largest element). Numbers above the largest
+element saturate (OCP Microscaling Formats 1.0, section 6.3; arXiv:2310.10537). NVFP4 has scales in e4m3, and a second-level float32
+scale for the whole weight (NVIDIA, arXiv:2509.25149).
 
-Garbage is defined for every format. A block with NaN or an infinity decodes to NaN, so a fault stays visible. A block of zeros, or one
-whose scale would be no normal float32, decodes to zeros.
+Values that are not finite are defined for every format: a block with NaN or an infinity decodes to NaN, so that a fault stays visible.
+    A
+block of zeros, or a block whose scale would not be a normal float32, decodes to zeros.
 """
 
 from collections.abc import Sequence
@@ -30,8 +32,8 @@ TINY = float(np.finfo(np.float32).tiny)
 
 
 class Limits(NamedTuple):
-    """The range of each block that is represented, float32, shaped as scales: from `low` to `high`; from -high to high where `low` is
-    None."""
+    """The represented range of each block, from `low` to `high`, or from -high to high if `low` is None. The arrays are float32 and
+    have the shape of scales."""
 
     high: Array
     low: Array | None = None
@@ -40,29 +42,29 @@ class Limits(NamedTuple):
 class Integers(NamedTuple):
     """Integers in two's complement.
 
-    bits: 8, 4 or 2.
+    bits: the number of bits, 8, 4 or 2.
     """
 
     bits: int
 
 
 class Minifloats(NamedTuple):
-    """Floats of few bits, as a table: `magnitudes` by their code without the sign, which is the highest bit. Ties go to the even code,
-    as IEEE 754 rounds."""
+    """Floats of few bits, as a table. `magnitudes` are ordered by their codes without the sign, which is the highest bit. Ties are
+    rounded to the even code, as in IEEE 754."""
 
     bits: int
     magnitudes: tuple[float, ...]
 
 
 class Levels(NamedTuple):
-    """Arbitrary numbers, ascending; values are rounded to the nearest."""
+    """Arbitrary numbers, in ascending order. Weights are rounded to the nearest."""
 
     bits: int
     levels: tuple[float, ...]
 
 
 class Floats(NamedTuple):
-    """Floats with a type in jax."""
+    """Floats of a type that jax has."""
 
     dtype: Any
     bits: int = 8
@@ -75,11 +77,11 @@ Elements = Integers | Minifloats | Levels | Floats
 class Format:
     """One number format.
 
-    name: its name in settings and files.
+    name: the name in settings and files.
     elements: the numbers that weights are rounded to.
-    block: default number of weights along the summed axes that share a scale; None: a whole channel.
-    scales: how scales are stored.
-    source: where it is defined.
+    block: the default number of weights along the summed axes that share a scale. None means a whole channel.
+    scales: the type in which scales are stored.
+    source: the paper or specification that defines the format.
     """
 
     name: str
@@ -99,8 +101,8 @@ class Format:
 
     @property
     def largest(self) -> float:
-        """The element that the largest magnitude of a block is mapped to. Integers have half of their range, 127.5 or 7.5, so that
-        rounding uses the most negative one too."""
+        """The element that the largest magnitude of a block is mapped to. For integers it is half of their range, 127.5 or 7.5, so that
+        rounding also uses the most negative integer."""
         match self.elements:
             case Integers(bits):
                 return (2**bits - 1) / 2
@@ -117,24 +119,24 @@ class Format:
         """Rounds a weight to nearest.
 
         Args:
-            block: number of weights that share a scale along each axis; each divides the axis.
-            calibration: the represented range. absmax: symmetric, up to the largest magnitude; minmax: from the smallest to the largest
-                weight, with a minimum, for integers only; rms:K: K root mean squares; fixed:X: X.
-            lead: number of leading axes of layers and experts; each of their entries is a separate weight.
-            pack: the axis, counted from the end, along which codes of four or two bits share bytes; 0: none does.
+            block: the number of weights that share a scale along each axis. Each number must divide the size of the axis.
+            calibration: the represented range. `absmax` is symmetric, up to the largest magnitude. `minmax` is from the smallest to the
+                largest weight, with a minimum, for integers only. `rms:K` is K root mean squares, and `fixed:X` is X, both symmetric.
+            lead: the number of leading axes of layers and experts. Each of their entries is a separate weight.
+            pack: the axis, as a negative index, along which codes of four or two bits are packed into bytes. 0 packs none.
         """
         return _quantized(self, jnp.asarray(w), tuple(block), calibration, lead, pack)
 
     def rounded(self, w: Weight, block: Sequence[int], limits: Limits, *, lead: int = 0, pack: int = 0) -> Quantized:
-        """Rounds a weight within given limits. Arguments as `quantize`."""
+        """Rounds a weight within a given range of each block. Other arguments are those of `quantize`."""
         return _rounded_within(self, jnp.asarray(w), tuple(block), limits, lead, pack)
 
     def scaled(self, x: Float[Array, "..."], scale: Float[Array, "..."]) -> Quantized:
-        """Rounds with given scales, one per block. Values beyond the largest element saturate, and a block whose scale is NaN becomes
-        NaN.
+        """Rounds numbers with given scales, one per block. Values beyond the largest element saturate, and a block whose scale is NaN
+        becomes NaN.
 
         Raises:
-            ValueError: scales of this format are not float32.
+            ValueError: the scales of this format are not float32.
         """
         if self.scales != "float32":
             raise ValueError(f"{self.name} has scales in {self.scales}, none that are given")
@@ -147,7 +149,7 @@ def _quantized(format: Format, w: Array, block: tuple[int, ...], calibration: st
 
 
 def limits_of(w: Weight, block: Sequence[int], calibration: str) -> Limits:
-    """The range of each block.
+    """Returns the represented range of each block.
 
     Raises:
         ValueError: the calibration is unknown.
@@ -168,7 +170,8 @@ def limits_of(w: Weight, block: Sequence[int], calibration: str) -> Limits:
 
 
 def in_blocks(w: Array, block: Sequence[int]) -> tuple[Array, tuple[int, ...]]:
-    """A weight with two axes for each of its own (blocks, and positions within a block), and the indices of the latter."""
+    """Reshapes a weight so that each axis becomes two: blocks, and positions within a block. Returns it with the indices of the axes of
+    positions."""
     shape = [n for size, each in zip(w.shape, block, strict=True) for n in (size // each, each)]
     return w.reshape(shape), tuple(range(1, len(shape), 2))
 
@@ -181,16 +184,17 @@ def _rounded(format: Format, w: Array, block: tuple[int, ...], limits: Limits, l
     return _in_elements(format, w, scale, outer, jnp.isfinite(high), pack)
 
 
-# One program: its thirty operations one by one are thirty, of 1.5 MB each for every shape, with as many arrays of the weight's size.
+# This is one program, because its thirty operations would otherwise be thirty programs of 1.5 MB for every shape, and need thirty
+# arrays of the weight's size.
 _rounded_within = jax.jit(_rounded, static_argnums=(0, 2, 4, 5))
 
 
 def _in_elements(format: Format, w: Array, scale: Array, outer: Array | None, finite: Array, pack: int) -> Quantized:
-    """The nearest elements of a weight.
+    """Rounds a weight to the nearest elements.
 
     Args:
-        scale, outer: both levels, float32.
-        finite: which blocks are; others become NaN.
+        scale, outer: the scales of both levels, float32.
+        finite: whether each block is finite. Other blocks become NaN.
     """
     whole = scale if outer is None else scale * outer
     used = finite & (whole >= TINY)
@@ -217,8 +221,8 @@ def _in_elements(format: Format, w: Array, scale: Array, outer: Array | None, fi
 
 
 def _asymmetric(format: Format, w: Array, high: Array, low: Array, pack: int) -> Quantized:
-    """Rounds to integers from the smallest to the largest weight; the code of 0 is a whole number, so that 0 stays 0 (Jacob et al.
-    2017, arXiv:1712.05877, section 2.1)."""
+    """Rounds to integers that represent the range from the smallest to the largest weight. The code of 0 is an integer, so that 0
+    stays 0 (Jacob et al. 2017, arXiv:1712.05877, section 2.1)."""
     if not isinstance(format.elements, Integers):
         raise ValueError(f"{format.name} has no minimum: minmax is for integers")
     bits = format.bits
@@ -237,7 +241,7 @@ def _asymmetric(format: Format, w: Array, high: Array, low: Array, pack: int) ->
 
 
 def _stored(format: Format, scale: Array) -> Array:
-    """Scales in the type in which they are stored."""
+    """Converts float32 scales to the type in which they are stored."""
     if format.scales == "e8m0":
         exponents = jax.lax.bitcast_convert_type(scale, jnp.int32) >> 23
         return jnp.where(jnp.isnan(scale), 255, exponents).astype(jnp.uint8)
@@ -245,9 +249,9 @@ def _stored(format: Format, scale: Array) -> Array:
 
 
 def _scales(format: Format, high: Array, lead: int) -> tuple[Array, Array | None]:
-    """The scales, float32 but rounded as they are stored, and the second level."""
+    """Returns the scales of blocks, as float32 but rounded to their stored type, and the second-level scale (None if there is none)."""
     if format.scales == "e8m0":
-        # By the bits of floats: a logarithm of one may round up to the next, and XLA's powers of two are not exact.
+        # Computed from the bits of floats, because a logarithm may round up to the next integer, and XLA's powers of two are not exact.
         exponent = (jax.lax.bitcast_convert_type(high, jnp.int32) >> 23) - 127 - (int(np.frexp(format.largest)[1]) - 1)
         power = jax.lax.bitcast_convert_type((jnp.clip(exponent, -126, 127) + 127) << 23, jnp.float32)
         return jnp.where(high > 0, power, high), None
@@ -262,9 +266,11 @@ def _scales(format: Format, high: Array, lead: int) -> tuple[Array, Array | None
 
 
 def nearest_elements(format: Format, x: Array, *, is_asymmetric: bool = False) -> Array:
-    """The nearest elements of numbers that are divided by their scale, as float32.
+    """Returns the nearest elements, as float32, of numbers that have been divided by their scale.
 
-    is_asymmetric: whether a minimum has been added to them.
+    Args:
+        x: the numbers.
+        is_asymmetric: whether a minimum has been added to the numbers.
     """
     match format.elements:
         case Integers(bits):
@@ -280,7 +286,8 @@ def nearest_elements(format: Format, x: Array, *, is_asymmetric: bool = False) -
 
 
 def _nearest(x: Array, levels: Sequence[float], *, to_even: bool = False) -> Array:
-    """The index of the nearest level, which is the number of midpoints below x; of two equally near the lower, or the even index."""
+    """Returns the index of the nearest level, which is the number of midpoints below x. Of two equally near levels, the lower one is
+    taken, or with `to_even` the one with the even index."""
     between = (np.asarray(levels[1:], np.float32) + np.asarray(levels[:-1], np.float32)) / 2
     out = jnp.zeros(x.shape, jnp.uint8)
     for i, midpoint in enumerate(between):
@@ -290,7 +297,8 @@ def _nearest(x: Array, levels: Sequence[float], *, to_even: bool = False) -> Arr
 
 
 def _packed(codes: Array, bits: int, pack: int) -> tuple[Array, dict[str, Any]]:
-    """Codes packed along an axis where bits and its size allow."""
+    """Packs codes along an axis, if the number of bits and the size of the axis allow that. Returns them and the fields of `Quantized`
+    that describe the packing."""
     if not pack or bits not in (2, 4) or codes.shape[pack] % (8 // bits):
         return codes, {}
     return packed_codes(codes, pack, bits), {"packed": pack, "bits": bits}

@@ -1,6 +1,4 @@
-"""The number formats by name.
-
-Names are those of the field: int8, nf4, fp8_e4m3, mxfp4, nvfp4, and GGUF's. `Format` says what each part means.
+"""The number formats by name, such as int8, nf4, fp8_e4m3, mxfp4 and nvfp4. `Format` documents their fields.
 """
 
 import jax.numpy as jnp
@@ -13,7 +11,7 @@ NF4 = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-# One bit of mantissa, and two or three of it.
+# The magnitudes of floats with one, three and two bits of mantissa.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M3 = tuple(m / 8 if e == 0 else (1 + m / 8) * 2.0 ** (e - 1) for e in range(4) for m in range(8))
 E3M2 = tuple(m / 16 if e == 0 else (1 + m / 4) * 2.0 ** (e - 3) for e in range(8) for m in range(4))

@@ -1,1 +1,1 @@
-"""How a weight is rounded: a file for each method, and their settings."""
+"""The methods of rounding weights, one file for each, and their settings."""

@@ -3,12 +3,12 @@
     s = mean|x|^alpha / sqrt(max s min s)        alpha in 0, 0.05 ... 0.95: the one with the smallest error of the output
     y = Q(W s) (x / s)
 
-The error of a weight is at most half a step of its block, whatever its size; scaled by s > 1 it is divided by s. The clipping of the
-paper's section 3 is the search of scales of `methods.mse`, which runs afterwards.
+The rounding error of a weight is at most half a step of its block, whatever its size. If the weight is scaled by s > 1, its error is
+divided by s. The clipping in section 3 of the paper is the search of scales of `methods.mse`, which runs afterwards.
 
-Differences from the paper: the error is that of the outputs of the matrices themselves, from X'X, not that of the whole attention or
-feed-forward part; clipping is searched by the mean squares of the inputs, not by products of blocks with them; pairs are those that
-`methods.balance` finds exact, values and outputs of grouped queries among them.
+Differences from the paper: the error is that of the outputs of the matrices themselves, computed from X'X, and not that of the whole
+attention or feed-forward module. Clipping is searched with the mean squares of the inputs, and not with products of blocks and inputs.
+Pairs are those that `methods.balance` finds to be exact, including values and outputs of grouped queries.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ STEPS = 20
 
 
 class BalancedReader(NamedTuple):
-    """A contraction that is quantized and reads balanced channels."""
+    """A contraction that is quantized and reads balanced channels, with its weight, its scheme and the statistics of its inputs."""
 
     of: Contraction
     w: Array
@@ -40,12 +40,13 @@ class BalancedReader(NamedTuple):
 
 
 def awq_scales(pair: BalancedPair, readers: Sequence[BalancedReader], groups: int, steps: int = STEPS) -> Float[np.ndarray, "G C"]:
-    """The scales of the producer's channels with the smallest error of the outputs; 1 if none is better.
+    """Searches the scales of the producer's channels with the smallest error of the outputs. They are 1 if no others are better.
 
     Args:
+        pair: the producer and its readers.
         readers: the readers that are quantized.
-        groups: number of the producer's experts; 1 without experts.
-        steps: number of exponents to try.
+        groups: the number of the producer's experts, 1 without experts.
+        steps: the number of exponents to try.
     """
     magnitudes = np.mean([mean_magnitudes(pair, reader, groups) for reader in readers], 0)
     best, best_scales = np.inf, np.ones_like(magnitudes)
@@ -59,7 +60,7 @@ def awq_scales(pair: BalancedPair, readers: Sequence[BalancedReader], groups: in
 
 
 def mean_magnitudes(pair: BalancedPair, reader: BalancedReader, groups: int) -> Float[np.ndarray, "G C"]:
-    """The mean |x| of the producer's channels: of each expert, or of all its tokens."""
+    """Returns the mean |x| of the producer's channels, for each expert if the producer has experts, else over all tokens."""
     totals = reader.inputs.absolute if groups > 1 else reader.inputs.absolute.sum(0, keepdims=True)
     tokens = reader.inputs.tokens if groups > 1 else reader.inputs.tokens.sum(keepdims=True)
     return producer_channels(reader.of, pair, totals / np.maximum(tokens, 1.0)[:, None], largest=False)

@@ -1,11 +1,11 @@
-"""Balancing: input channels of matrices are multiplied by s, and what produces them is divided by s. The layer computes the same, and
-its weights, or its data, are easier to round. `awq` and `smoothquant` choose s.
+"""Balancing: multiplies input channels of matrices by s, and divides the module that produces these channels by s. The layer computes
+the same function, and its weights or activations are easier to round. `awq` and `smoothquant` choose s.
 
     x = norm(h) or W_1 h,  y = W_2 x        becomes        x' = norm(h) / s,  y = (W_2 s) x'
 
-The division goes into the norm's scale, or into the rows of W_1 and its bias. Candidates follow from the modules of a block. Each is
-tried with random s on calibration data, and a pair that changes the output of the layer is left out: there is a nonlinearity between
-the two, or another reader of the norm.
+The norm's scale is divided, or the rows of W_1 and its bias. The modules of a block determine the candidate pairs. Each pair is tried
+with random s on calibration data. A pair that changes the output of the layer is left out, because there is a nonlinearity between the
+two, or another reader of the norm.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,17 +22,17 @@ from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.norm import RMSNorm
 from argosy.models.parts.weight import Leaves
 
-# The largest relative change of a layer's output that is rounding.
+# The largest relative change of a layer's output that counts as rounding.
 SAME = 1e-4
 
 
 @dataclass(frozen=True)
 class BalancedPair:
-    """A producer of channels, and the contractions that read them, by their names within the layer.
+    """A producer of channels, and the contractions that read the channels, by their names within the layer.
 
-    source: the producer.
-    readers: the contractions.
-    heads: number of consecutive heads of the readers that share one head of the producer (grouped queries).
+    source: the name of the producer, a norm or a contraction.
+    readers: the names of the contractions.
+    heads: the number of consecutive heads of the readers that share one head of the producer (grouped queries).
     """
 
     source: str
@@ -41,10 +41,10 @@ class BalancedPair:
 
 
 def candidate_pairs(block: Any, contractions: Mapping[str, Contraction]) -> Iterator[BalancedPair]:
-    """The pairs of a block that may be balanced, those nearest to the input first.
+    """Yields the pairs of a block that may be balanced, those nearest to the input first.
 
     Args:
-        contractions: all of the block, those that only select too.
+        contractions: all contractions of the block by name, including those whose output only selects something.
     """
     for part in ("attn", "mlp"):
         if getattr(block, f"{part}_norm", None) is not None:
@@ -62,10 +62,11 @@ def candidate_pairs(block: Any, contractions: Mapping[str, Contraction]) -> Iter
 def fold_scales(
     block: Any, leaves: Leaves, contractions: Mapping[str, Contraction], pair: BalancedPair, s: Float[np.ndarray, "G C"]
 ) -> Leaves:
-    """The weights that balancing changes, by their names in the layer.
+    """Balances a pair. Returns the changed weights, by name within the layer.
 
     Args:
-        s: scale of each channel of the producer, [G C], for G experts or one.
+        leaves: the weights of the layer, by name within the layer.
+        s: the scale of each channel of the producer, [G C]. G is the number of experts, 1 without experts.
     """
     out: Leaves = {}
     for name in pair.readers:
@@ -88,7 +89,7 @@ def fold_scales(
 
 
 def reader_scales(of: Contraction, pair: BalancedPair, s: Float[np.ndarray, "G C"]) -> Float[np.ndarray, "E I"]:
-    """The scales of the input channels of a reader."""
+    """Returns the scales of the input channels of a reader, from the scales of the producer's channels."""
     if pair.heads > 1:
         size = of.sizes[of.inner[-1]]
         s = np.repeat(s.reshape(len(s), -1, size), pair.heads, 1).reshape(len(s), -1)
@@ -96,10 +97,11 @@ def reader_scales(of: Contraction, pair: BalancedPair, s: Float[np.ndarray, "G C
 
 
 def producer_channels(of: Contraction, pair: BalancedPair, a: Float[np.ndarray, "E I"], largest: bool) -> Float[np.ndarray, "E C"]:
-    """Numbers of a reader's input channels, reduced to the producer's channels: the mean over the heads that share a channel.
+    """Reduces numbers of a reader's input channels to the producer's channels, by the mean over the heads that share a channel.
 
     Args:
-        largest: whether the largest is taken instead of the mean.
+        a: the numbers of the input channels.
+        largest: whether the maximum is taken instead of the mean.
     """
     if pair.heads == 1:
         return a
@@ -109,24 +111,29 @@ def producer_channels(of: Contraction, pair: BalancedPair, a: Float[np.ndarray, 
 
 
 def divided_inputs(inputs: InputStatistics, s: Float[np.ndarray, "E I"]) -> InputStatistics:
-    """The statistics of inputs that are divided by s."""
+    """Returns the statistics of the inputs divided by s."""
     gram = inputs.gram / (s[:, :, None] * s[:, None, :])
     return InputStatistics(gram.astype(np.float32), inputs.absolute / s, inputs.largest / s, inputs.tokens)
 
 
 def random_scales(source: Contraction | None, size: int) -> Float[np.ndarray, "G C"]:
-    """Random scales, to test whether a pair can be balanced."""
+    """Returns random scales, to test whether a pair can be balanced.
+
+    Args:
+        source: the producer, None if it is a norm.
+        size: the number of channels.
+    """
     groups = source.sizes[source.group] if source is not None and source.group else 1
     return np.exp(np.random.default_rng(0).uniform(-0.5, 0.5, (groups, size))).astype(np.float32)
 
 
 def source_size(pair: BalancedPair, contractions: Mapping[str, Contraction]) -> int:
-    """The number of channels of the producer."""
+    """Returns the number of channels of the producer."""
     return _channels(contractions[pair.readers[0]], "inner") // pair.heads
 
 
 def is_same(output: Array | np.ndarray, other: Array | np.ndarray) -> bool:
-    """Whether two outputs of a layer differ by rounding alone."""
+    """Whether two outputs of a layer differ only by rounding."""
     output, other = np.asarray(output), np.asarray(other)
     return float(np.abs(output - other).max()) <= SAME * max(float(np.abs(output).max()), 1e-30)
 

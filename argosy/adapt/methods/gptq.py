@@ -1,14 +1,15 @@
-"""GPTQ: rounding that makes up for its error. Frantar et al. 2022 (arXiv:2210.17323).
+"""GPTQ: rounding that compensates for its error. Frantar et al. 2022 (arXiv:2210.17323).
 
     H = X'X + damping mean(diag X'X) I,  U = chol(H^-1)', upper
     for each input channel i:  q_i = Q(w_i),  e = (w_i - q_i) / U_ii,  w_j -= U_ij e for the channels j after i
 
-Each step is that of Optimal Brain Quantization (arXiv:2208.11580) for a fixed order: the channels that are not rounded yet change so
-that the output changes least. X holds the inputs of calibration data, on which the layers before it are quantized already.
+Each step is that of Optimal Brain Quantization (arXiv:2208.11580) with a fixed order: the channels that are not rounded yet are changed
+so that the output changes least. X holds the inputs on calibration data, for which the earlier layers are already quantized.
 
 Differences from the paper: scales are fixed before the first step, so that any format and any shape of blocks can be rounded in any
-order of channels (the paper takes the scale of a block from its weights when it comes to them); channels go by their squared inputs by
-default (`act-order` in the paper's code); a channel without inputs is rounded to nearest instead of becoming zero.
+    order
+of channels. The paper computes the scale of a block when it reaches the block. By default channels are ordered by their squared inputs
+(`act-order` in the paper's code). A channel without inputs is rounded to nearest instead of becoming zero.
 """
 
 from functools import partial
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from argosy.adapt.calibration.statistics import InputStatistics
     from argosy.adapt.quant import Scheme
 
-# Channels whose errors reach the rest of the weight in one product.
+# The number of channels whose errors are applied to the rest of the weight in one product.
 TOGETHER = 64
 
 
@@ -44,11 +45,17 @@ def compensate_rounding(
     damping: float,
     by_activation: bool,
 ) -> Float[Array, "..."]:
-    """The weight on the grid of its format, as floats.
+    """Rounds a weight to the grid of its format by GPTQ. Returns it as floats.
 
     Args:
+        of: the contraction of the weight.
+        w: the weight of one layer.
+        scheme: the number format and the blocks.
         limits: the range of each block.
-        inputs: experts with too few tokens for a Hessian are rounded to nearest (`InputStatistics.sufficient`).
+        inputs: the statistics of the inputs. Experts with too few tokens for a Hessian are rounded to nearest
+            (`InputStatistics.sufficient`).
+        damping: the share of the mean of the diagonal of X'X that is added to the diagonal.
+        by_activation: whether channels are rounded in descending order of their squared inputs.
     """
     grid = scheme.within(of, w, limits)
     parts = [grid.scales, *([] if grid.minimum is None else [grid.minimum])]
@@ -74,11 +81,12 @@ def _spread_over(scales: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _factor(inputs: "InputStatistics", g: int, order: np.ndarray, key: tuple[float, bool]) -> Float[np.ndarray, "I I"]:
-    """The factor of a Gram matrix. Queries, keys and values read the same inputs, so a layer without experts computes it once. Experts
-    keep none: all of their factors would be as large as all of their Gram matrices.
+    """Returns the factor U of Gram matrix `g`. Without experts it is stored in `inputs`, because queries, keys and values read the same
+    inputs. Factors of experts are not stored, because they would be as large as all Gram matrices.
 
     Args:
-        key: what the factor depends on besides the matrix: the damping, and whether channels are ordered by activation.
+        order: the order of the channels.
+        key: the damping, and whether channels are ordered by activation.
     """
     if len(inputs.gram) > 1:
         return inverse_factor(inputs.gram[g], order, key[0])
@@ -88,20 +96,21 @@ def _factor(inputs: "InputStatistics", g: int, order: np.ndarray, key: tuple[flo
 
 
 def inverse_factor(gram: Float[np.ndarray, "I I"], order: np.ndarray, damping: float) -> Float[np.ndarray, "I I"]:
-    """The upper factor U of the inverse of a damped Gram matrix, whose channels are put in this order: U'U.
+    """Computes the upper factor U of the inverse U'U of a damped Gram matrix whose channels are in this order.
 
-    With R = U^-1, which is upper too, H = R R'. Read backwards, R is the lower Cholesky factor of H read backwards, so one factor and
-    its inverse are enough, and both are computed in the place of H: in float64, the largest array of a calibration.
+    With R = U^-1, which is also upper triangular, H = R R'. With both axes reversed, R is the lower Cholesky factor of the reversed H.
+    So one Cholesky factor and its inverse suffice. Both are computed in the memory of H, which in float64 is the largest array of a
+    calibration.
     """
     size, backwards = len(gram), order[::-1]
     a = np.empty((size, size), np.float64, order="F")
-    # Part by part, without a whole copy in between.
+    # Copied in slices, so that no whole copy exists in between.
     for start in range(0, size, 512):
         channels = backwards[start : start + 512]
         a[:, start : start + 512] = gram[channels][:, backwards].T
     diagonal = np.diag(a).copy()
     mean = float(diagonal.mean()) or 1.0
-    # A channel without inputs has nothing to do with others.
+    # A channel without inputs is independent of the others.
     np.fill_diagonal(a, np.where(diagonal > 0, diagonal, mean) + damping * mean)
     potrf, trtri = get_lapack_funcs(("potrf", "trtri"), (a,))
     a, failed = potrf(a, lower=1, clean=1, overwrite_a=1)
@@ -113,7 +122,7 @@ def inverse_factor(gram: Float[np.ndarray, "I I"], order: np.ndarray, damping: f
 
 @partial(jax.jit, static_argnums=0)
 def _solved(format: Format, w: Array, scale: Array, minimum: Array | None, factor: Array) -> Array:
-    """A matrix [I O], rounded row by row."""
+    """Rounds a matrix [I O] row by row, with compensation."""
     size, rest = len(w), -len(w) % TOGETHER
     minimum = jnp.zeros_like(w[:, :1]) if minimum is None else minimum
     if rest:
@@ -150,14 +159,14 @@ def _solved(format: Format, w: Array, scale: Array, minimum: Array | None, facto
 
 
 def output_error(of: Contraction, w: Any, rounded: Any, inputs: "InputStatistics") -> float:
-    """The root mean square of what rounding changes in the output, over that of the output, on calibration data. In numpy, because a
-    compiled program for each shape of matrix takes more memory than a layer of a small model."""
+    """Returns the root mean square of the change of the output by rounding, relative to that of the output, on calibration data. It is
+    computed in numpy, because a compiled program for each shape of matrix takes more memory than a layer of a small model."""
     exact, other = (as_matrices(of, np.asarray(a, np.float32)) for a in (w, rounded))
     whole, change = (max(sum(map(_squared_output, m, inputs.gram)), 0.0) for m in (exact, other - exact))
     return 0.0 if whole == 0 else float(np.sqrt(change / whole))
 
 
 def _squared_output(m: Float[np.ndarray, "I O"], gram: Float[np.ndarray, "I I"]) -> float:
-    """The sum of the squares of X m, from X'X; NaN if an input is."""
+    """Returns the sum of the squares of X m, computed from X'X; NaN if an input is NaN."""
     with np.errstate(invalid="ignore", over="ignore"):
         return float(np.vdot(m, gram @ m))

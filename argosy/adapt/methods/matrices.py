@@ -1,4 +1,4 @@
-"""The weight of a contraction as matrices, one for each expert: [G I O], summed letters by kept letters."""
+"""Reshapes the weight of a contraction to matrices [G I O]: experts, summed letters, kept letters."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ from argosy.models.parts.einsum import Contraction
 
 
 def as_matrices(of: Contraction, w: Weight) -> Any:
-    """A weight of one layer as matrices [G I O], one without experts; of numpy if the weight is."""
+    """Reshapes the weight of one layer to matrices [G I O]. G is 1 without experts. A numpy array stays a numpy array."""
     sizes = dict(zip(of.spec, w.shape, strict=True))
     groups, inputs, outputs = _letters(of)
     order = [of.spec.index(letter) for letter in groups + inputs + outputs]
@@ -21,23 +21,23 @@ def as_matrices(of: Contraction, w: Weight) -> Any:
 
 
 def from_matrices(of: Contraction, m: Float[Array | np.ndarray, "G I O"], shape: tuple[int, ...]) -> Float[Array, "..."]:
-    """A weight of this shape from its matrices."""
+    """Reshapes matrices [G I O] to a weight of this shape, the inverse of `as_matrices`."""
     sizes, order = dict(zip(of.spec, shape, strict=True)), "".join(_letters(of))
     return jnp.transpose(m.reshape([sizes[letter] for letter in order]), [order.index(letter) for letter in of.spec])
 
 
 def along_inputs(of: Contraction, a: Float[Array | np.ndarray, "G I"], shape: tuple[int, ...]) -> Float[Array, "..."]:
-    """Numbers of input channels, with the axes of a weight of this shape: of size 1 along kept letters."""
+    """Reshapes numbers of input channels to the axes of a weight of this shape, with size 1 along kept letters."""
     sizes = dict(zip(of.spec, shape, strict=True)) | dict.fromkeys(_letters(of)[2], 1)
     return from_matrices(of, a[..., None], tuple(sizes[letter] for letter in of.spec))
 
 
 def along_outputs(of: Contraction, a: Float[Array | np.ndarray, "G O"], shape: tuple[int, ...]) -> Float[Array, "..."]:
-    """Numbers of output channels, with the axes of a weight of this shape: of size 1 along summed letters."""
+    """Reshapes numbers of output channels to the axes of a weight of this shape, with size 1 along summed letters."""
     sizes = dict(zip(of.spec, shape, strict=True)) | dict.fromkeys(of.inner, 1)
     return from_matrices(of, a[:, None], tuple(sizes[letter] for letter in of.spec))
 
 
 def _letters(of: Contraction) -> tuple[str, str, str]:
-    """The letters of experts, of input channels and of output channels, each in the order of the weight."""
+    """Returns the letters of experts, of input channels and of output channels, in the order of the weight."""
     return of.group, of.inner, "".join(letter for letter in of.spec if letter not in of.inner + of.group)

@@ -1,13 +1,15 @@
-"""Scales by squared error.
+"""Searches scales by squared error.
 
     scale = argmin over s of  sum over a block of  m_i (w_i - Q_s(w_i))^2        m_i: mean square of the inputs of w_i, or 1
 
-A block with one large weight has a coarse grid for all others; a smaller range clips the large one and is better on the whole. If
-inputs are not correlated, the weighted sum is the squared error of the output: GPTQ's objective with a diagonal Hessian.
+One large weight makes the grid of its block coarse for all other weights. A smaller range clips the large weight, and is often better
+on the whole. If inputs are not correlated, the weighted sum is the squared error of the output, which is GPTQ's objective with a
+diagonal Hessian.
 
-Sources: the search is that of GPTQ's own code (`--mse`), AWQ's clipping and llm-compressor's `mse` observer. Differences: the range may
-also grow, by which formats whose scales are powers of two find the next one; the error is a square, not a power of 2.4; zero points
-keep their place.
+Sources: the search is that of GPTQ's own code (`--mse`), of AWQ's clipping and of llm-compressor's `mse` observer. Differences: the
+    range
+may also grow, so that formats whose scales are powers of two can take the next larger one. The error is squared, and not raised to the
+power 2.4. Zero points do not change.
 """
 
 from functools import partial
@@ -27,14 +29,21 @@ if TYPE_CHECKING:
     from argosy.adapt.calibration.statistics import InputStatistics
     from argosy.adapt.quant import Scheme
 
-# Factors on the range that the scheme finds. 1 comes first: of equal errors the first stays.
+# The factors by which the range of the scheme is multiplied. 1 comes first, because of equal errors the first is taken.
 FACTORS = (1.0, *(round(0.98 - 0.02 * i, 2) for i in range(32)), 1.02, 1.04, 1.06, 1.08)
-# Of scales that are powers of two.
+# The factors for scales that are powers of two.
 POWERS = (1.0, 0.5, 0.25, 2.0)
 
 
 def search_limits(of: Contraction, w: Weight, scheme: "Scheme", inputs: "InputStatistics | None") -> Limits:
-    """The range of each block with the smallest error."""
+    """Searches the range of each block with the smallest error.
+
+    Args:
+        of: the contraction of the weight.
+        w: the weight of one layer.
+        scheme: the number format and the blocks.
+        inputs: the statistics of the inputs. None weights all errors equally.
+    """
     w = jnp.asarray(w, jnp.float32)
     weights = jnp.ones((1,) * w.ndim, jnp.float32)
     if inputs is not None:

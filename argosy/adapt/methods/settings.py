@@ -1,4 +1,4 @@
-"""The methods by which weights are rounded, and their settings. They import no jax, so mistakes are reported at once.
+"""The settings of the methods by which weights are rounded. This module does not import jax, so that mistakes are reported at once.
 
 A method takes a weight, its scheme (`adapt.quant.Scheme`) and the statistics of its inputs on calibration data, and returns the
 quantized weight. It changes neither the format nor the blocks of the scheme.

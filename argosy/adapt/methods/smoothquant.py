@@ -1,12 +1,14 @@
-"""SmoothQuant: outliers of the data move into the weights. Xiao et al. 2022 (arXiv:2211.10438).
+"""SmoothQuant: moves outliers of the activations into the weights. Xiao et al. 2022 (arXiv:2211.10438).
 
     s = max|x|^alpha / max|w|^(1 - alpha)        over tokens, and over the output channels of all readers
     y = (W s) (x / s)
 
-It is for rules that round data too. With alpha = 1/2 both have the same largest magnitude in every channel.
+The method is for rules that round activations too. With alpha = 1/2, weights and activations have the same largest magnitude in every
+channel.
 
-Differences from the paper: pairs are those that `methods.balance` finds exact, which adds values and outputs of attention, and the
-matrices of feed-forward parts, to the norms of the paper; scales have the geometric mean 1.
+Differences from the paper: pairs are those that `methods.balance` finds to be exact. Besides the norms of the paper, these are values
+    and
+outputs of attention, and the matrices of feed-forward modules. Scales have the geometric mean 1.
 """
 
 from collections.abc import Sequence
@@ -25,11 +27,12 @@ LEAST = 1e-5
 
 
 def smooth_scales(pair: BalancedPair, readers: "Sequence[BalancedReader]", groups: int, alpha: float) -> Float[np.ndarray, "G C"]:
-    """The scales of the producer's channels.
+    """Computes the scales of the producer's channels.
 
     Args:
+        pair: the producer and its readers.
         readers: the readers that are quantized.
-        groups: number of the producer's experts; 1 without experts.
+        groups: the number of the producer's experts, 1 without experts.
         alpha: how much of the activations' range is moved into the weights, from 0 to 1.
     """
     data, weights = list[np.ndarray](), list[np.ndarray]()

@@ -1,1 +1,1 @@
-"""A mixed recipe: the number format of each matrix of a model, under a budget of bits a weight."""
+"""Searches a mixed recipe: the number format of each matrix of a model, within a budget of bits per weight."""

@@ -3,9 +3,10 @@
     minimize    sum over groups of KL(group, preset)
     subject to  sum over groups of bits(group, preset) <= budget
 
-The divergence of several groups is taken to be the sum of theirs, as in HAWQ-V2 (arXiv:1911.03852). Every group starts at its cheapest
-preset. The step that saves most KL for each bit and still fits is taken, until none fits. Steps lead along the lower convex hull of a
-group's presets, so that one with a small gain does not hide a better one behind it. The sum is at most one step above the least.
+The divergence of several rounded groups is assumed to be the sum of their divergences, as in HAWQ-V2 (arXiv:1911.03852). Every group
+starts at its cheapest preset. The step to a dearer preset that saves most KL per bit and still fits is taken, until none fits. Steps
+follow the lower convex hull of a group's presets, so that a preset with a small gain does not hide a better one behind it. The sum is
+at most one step above the minimum.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,8 @@ from typing import NamedTuple
 class PresetCost(NamedTuple):
     """The cost of a preset for one group of weights.
 
-    bits: bits of all its weights, including scales.
-    divergence: mean KL of the model's next token if only this group is rounded, in nats.
+    bits: the bits of all weights of the group, including scales.
+    divergence: the mean KL of the model's next token if only this group is rounded, in nats.
     """
 
     bits: int
@@ -24,7 +25,7 @@ class PresetCost(NamedTuple):
 
 
 def convex_hull(costs: Mapping[str, PresetCost]) -> list[str]:
-    """The presets of a group that are worth their bits, from the cheapest on: each saves less KL per bit than the one before it."""
+    """Returns the presets of a group on the lower convex hull, from the cheapest on. Each saves less KL per bit than the one before."""
     hull: list[str] = []
     for name in sorted(costs, key=lambda name: (costs[name].bits, costs[name].divergence)):
         if hull and costs[name].divergence >= costs[hull[-1]].divergence:
@@ -36,16 +37,16 @@ def convex_hull(costs: Mapping[str, PresetCost]) -> list[str]:
 
 
 def gain(cheap: PresetCost, dear: PresetCost) -> float:
-    """The KL that is saved for each bit, from one preset of a group to a dearer one."""
+    """Returns the KL per bit that a dearer preset saves."""
     return (cheap.divergence - dear.divergence) / max(dear.bits - cheap.bits, 1)
 
 
 def within_budget(groups: Sequence[Mapping[str, PresetCost]], budget: int) -> list[str]:
-    """A preset for each group, within a total number of bits. If the budget is too small, the cheapest presets.
+    """Chooses a preset for each group within a total number of bits. If the budget is too small, returns the cheapest presets.
 
     Args:
-        groups: the cost of each preset in each group.
-        budget: total number of bits.
+        groups: the cost of each preset, for each group.
+        budget: the total number of bits.
     """
     hulls = [convex_hull(costs) for costs in groups]
     places = [0] * len(groups)

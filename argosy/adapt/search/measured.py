@@ -1,10 +1,10 @@
-"""The measurements of a running search, in a file beside its target, so that the same command continues after a kill.
+"""Stores the measurements of a running search in a file beside its target, so that the same command continues after a kill.
 
-    {"source": "hub 1f...", "data": "9c..."}                          what was measured, and on which data
-    {"name": "layers.0.attn.q", "preset": "w4", "divergence": 0.0012} one rounding
+    {"source": "hub 1f...", "data": "9c..."}                          the identity of the model and of the data
+    {"name": "layers.0.attn.q", "preset": "w4", "divergence": 0.0012} one measurement
 
-A divergence depends neither on the budget nor on the other candidates, so a search with another budget continues with the same file. A
-kill may leave the last line incomplete; it is dropped and measured again.
+A divergence depends neither on the budget nor on the other candidates, so a search with another budget continues with the same file. If
+the process is killed, the last line may be incomplete. It is then removed and measured again.
 """
 
 import json
@@ -19,16 +19,16 @@ class MeasuredDivergences:
 
     Args:
         path: a file that does not exist, or that a search with the same identity left.
-        identity: everything that decides the divergences, as JSON.
+        identity: everything that affects the divergences, as a JSON object.
 
     Raises:
-        BadInput: the file belongs to another search, or is something else.
+        BadInput: the file belongs to another search, or is no file of a search.
     """
 
     def __init__(self, path: Path, identity: Mapping[str, str]):
         self.path, self._found = path, dict[tuple[str, str], float]()
         lines = path.read_bytes().split(b"\n") if path.exists() else []
-        # What follows the last line break is incomplete.
+        # Text after the last line break is an incomplete line.
         whole = lines[:-1]
         try:
             before, *rows = (json.loads(line) for line in whole) if whole else (dict(identity),)
@@ -44,15 +44,15 @@ class MeasuredDivergences:
         return len(self._found)
 
     def get(self, name: str, preset: str) -> float | None:
-        """The divergence of a rounding; None: it has not been measured."""
+        """Returns the divergence of a matrix that is rounded by a preset; None if it has not been measured."""
         return self._found.get((name, preset))
 
     def add(self, name: str, preset: str, divergence: float) -> None:
-        """Writes the divergence of a rounding."""
+        """Stores the divergence of a matrix that is rounded by a preset."""
         self._found[name, preset] = divergence
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"name": name, "preset": preset, "divergence": divergence}) + "\n")
 
     def remove(self) -> None:
-        """Removes the file of a search that is complete."""
+        """Removes the file, after the search is complete."""
         self.path.unlink(missing_ok=True)

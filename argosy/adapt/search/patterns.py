@@ -1,4 +1,4 @@
-"""Rules that say a preset for each matrix of the layers, as few as there are sets of layers: modules that agree share a pattern."""
+"""Writes rules that give each matrix of the layers its preset. Modules with the same preset in the same layers share a rule."""
 
 import re
 from collections import Counter, defaultdict
@@ -8,7 +8,7 @@ from argosy.adapt.rules import Rule, preset_rules
 
 
 def mixed_rules(presets: Mapping[str, str]) -> list[Rule]:
-    """The rules of a mixed recipe: narrow ones first, and at the end one for every other matrix of the layers.
+    """Returns the rules of a mixed recipe: narrow rules first, and at the end one for all other matrices of the layers.
 
     Args:
         presets: the preset of each matrix, by its per-layer name, such as layers.3.attn.q.
@@ -31,12 +31,12 @@ def mixed_rules(presets: Mapping[str, str]) -> list[Rule]:
 
 
 def pattern(layers: tuple[int, ...] | None, modules: list[str]) -> str:
-    """Matches modules of layers. None: of every layer, in a model whose layers are stacked too."""
+    """Returns a regular expression for modules of some layers. `layers`: the indices, None for every layer, also of stacked ones."""
     numbers = "[^.]+" if layers is None else any_of_patterns(map(str, layers))
     return rf"layers\.{numbers}\.{any_of_patterns(map(re.escape, sorted(modules)))}"
 
 
 def any_of_patterns(parts: Iterable[str]) -> str:
-    """Matches any of these."""
+    """Returns a regular expression that matches any of the patterns."""
     some = list(parts)
     return some[0] if len(some) == 1 else f"({'|'.join(some)})"

@@ -1,10 +1,10 @@
-"""How much the next token of a model changes when one matrix is rounded, by every preset that may be chosen for it.
+"""Measures how much the next-token distribution of a model changes when one matrix is rounded, for every preset that may be chosen.
 
     KL(p, q) = mean over tokens of sum p log(p / q),     p of the float model, q of the model in which one matrix is rounded
 
-The inputs of layer i are those of the float model, whatever is rounded in it or after it. So they are computed once, and each rounding
-runs layer i and those after it: half of the model on average. The weights of the model are in memory, with the inputs of one layer and
-of the head for all data. Logits exist for a few tokens at a time.
+The inputs of layer i are those of the float model, whatever is rounded in layer i or later. So they are computed once, and each
+measurement runs only the layers from i on, which are half of the model on average. The weights of the model are in memory, with the
+inputs of one layer and of the head for all data. Logits are computed for a few tokens at a time.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,15 +24,16 @@ from argosy.core.errors import BadInput
 from argosy.models.parts.weight import Leaves, merge, split
 from argosy.ops.divergence import forward, log_probs
 
-# Tokens whose logits are in memory at a time.
+# The number of tokens whose logits are in memory at a time.
 LOGITS = 256
 
 
 class SensitivityMeter:
-    """Measures the divergence of roundings from the float model on data.
+    """Measures the divergence of a model with rounded matrices from the float model, on data.
 
     Args:
-        runner: of the float model.
+        runner: runs the layers of the float model.
+        data: the sequences on which the divergence is measured.
     """
 
     def __init__(self, runner: LayerRunner, data: CalibrationData):
@@ -52,7 +53,7 @@ class SensitivityMeter:
         self.exact = [self._outputs_from(0, x, {}, segments) for x, segments in zip(self.inputs, self.segments, strict=True)]
 
     def _outputs_from(self, i: int, x: Array, schemes: Mapping[str, Scheme], segments: Array) -> Array:
-        """The output of the last layer, from the input of layer i."""
+        """Computes the output of the last layer from the input of layer i, with some matrices rounded."""
         for at in range(i, len(self.leaves)):
             layer_schemes = {
                 name.removeprefix(f"layers.{at}."): scheme for name, scheme in schemes.items() if name.startswith(f"layers.{at}.")
@@ -61,12 +62,12 @@ class SensitivityMeter:
         return x
 
     def divergence(self, schemes: Mapping[str, Scheme], i: int = 0, inputs: Sequence[Array] | None = None) -> float:
-        """The mean KL of the next token, in nats, with some matrices rounded to nearest.
+        """Returns the mean KL of the next token, in nats, with some matrices rounded to nearest.
 
         Args:
-            schemes: the schemes of those matrices, by per-layer name.
-            i: index of the first layer that has any.
-            inputs: the inputs of that layer; those of the first layer by default.
+            schemes: the scheme of each rounded matrix, by per-layer name.
+            i: the index of the first layer with rounded matrices.
+            inputs: the inputs of that layer. The default is the inputs of the first layer.
         """
         total = 0.0
         for x, exact, segments in zip(inputs or self.inputs, self.exact, self.segments, strict=True):
@@ -80,12 +81,12 @@ class SensitivityMeter:
         done: Callable[[int, int], None] = lambda layers, all: None,
         measured: MeasuredDivergences | None = None,
     ) -> Iterator[tuple[str, dict[str, float]]]:
-        """The divergence of each preset in each matrix, by its per-layer name.
+        """Yields (per-layer name, {preset: divergence}) for each matrix.
 
         Args:
-            schemes: by the name of a preset.
-            done: called with the number of layers that are done, and of all.
-            measured: what an earlier process measured, and where this one writes.
+            schemes: the scheme of each preset, by its name.
+            done: called with the number of finished layers and the number of all layers.
+            measured: the measurements of an earlier process, to which new ones are added.
         """
         inputs = self.inputs
 
@@ -106,12 +107,13 @@ class SensitivityMeter:
 
 
 def _head(runner: LayerRunner) -> tuple[Any, Leaves, Any]:
-    """The model around its layers, its weights, and a program (weights, exact, rounded, segments) -> the sum of KL over tokens."""
+    """Returns the model without its layers, its weights, and a program (weights, exact, rounded, segments) -> the sum of KL over
+    tokens."""
     graph, all_weights = split(runner.plain)
     outside = ("layers.", *(name for name in AFTER if name not in ("head.", "norm.")))
     inside = [name for name in all_weights if not name.startswith(outside)]
     weights: Leaves = {name: jnp.asarray(runner.weights.read(name), jnp.float32) for name in inside}
-    # They stay descriptions, which nothing here reads.
+    # The other weights stay descriptions, because nothing here reads them.
     descriptions = {name: w for name, w in all_weights.items() if name not in weights}
 
     @jax.jit
@@ -133,7 +135,7 @@ def _head(runner: LayerRunner) -> tuple[Any, Leaves, Any]:
 
 
 def bits_of(runner: LayerRunner, name: str, scheme: Scheme) -> tuple[int, int]:
-    """The bits of a matrix in a format, including scales, and its number of weights."""
+    """Returns the bits of a matrix that is quantized by a scheme, including scales, and its number of weights."""
     layer, module = name.removeprefix("layers.").split(".", 1)
     of = runner.contractions(int(layer))[module]
     w: Any = jax.ShapeDtypeStruct(of.shape, np.float32)

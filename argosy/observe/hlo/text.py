@@ -1,9 +1,9 @@
-"""Reads the text of an optimized HLO module: computations, instructions, and their types.
+"""Parses the text of an optimized HLO module into computations, instructions and types.
 
-The text is what `compiled.as_text()` gives for CPUs, GPUs and TPUs. Traps of it:
+The text is the result of `compiled.as_text()` for CPUs, GPUs and TPUs. It has some traps:
 - Pallas kernels put line breaks inside an instruction, also lines that begin with `}}`.
-- XLA annotates the repeats of loops on CPUs and GPUs only; on TPUs they are read from the condition of the loop.
-- A comment such as `/*index=5*/` stands between the elements of a long tuple.
+- XLA annotates loops with their trip counts only on CPUs and GPUs. On TPUs they are read from the condition of the loop.
+- Comments such as `/*index=5*/` stand between the elements of a long tuple.
 """
 
 import math
