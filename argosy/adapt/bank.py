@@ -1,10 +1,10 @@
-"""Several low-rank adapters on one weight, of which each token uses one or none: multi-LoRA serving.
+"""Multi-LoRA serving: several low-rank adapters on one weight, of which each token uses one or none.
 
 The factors of all adapters are concatenated, A [D adapters rank] and B [adapters rank N H], so both products are plain matrix products,
 as for one adapter of rank `adapters * rank`. Between them, each token keeps the columns of its own adapter and gets zeros elsewhere. A
-token without an adapter therefore adds exact zeros. The adapter of a token is data, so another adapter does not recompile the program.
-Punica (arXiv:2310.18547) and S-LoRA (arXiv:2311.03285) gather the factors of each token instead, which reads fewer of them, and moves
-more bytes when several tokens have the same.
+token without an adapter therefore adds exact zeros. The adapter of a token is an input of the program, so changing it compiles nothing.
+Punica (arXiv:2310.18547) and S-LoRA (arXiv:2311.03285) gather the factors of each token instead. That reads fewer factors, but moves
+more bytes when several tokens have the same adapter.
 """
 
 import jax.numpy as jnp

@@ -71,12 +71,14 @@ def _is_trained(module: Any) -> bool:
 
 
 def lay(model: nnx.Module, adapters: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Adds frozen adapters to the contractions of a model in either layout, under the trained ones. Returns their factors by address.
+    """Adds frozen adapters to the contractions of a model, in place, under adapters that are trained. Returns the factors by parameter
+    name.
 
     Scanned layers share one rank: narrower factors are padded with zeros, and layers without an adapter have zeros.
 
     Args:
-        adapters: the factors `a` and `b` and the `gain` of each contraction, by its per-layer name.
+        model: a model with unrolled or scanned layers.
+        adapters: the adapter of each contraction (factors `a` and `b`, and a `gain`), by per-layer name.
 
     Raises:
         BadInput: an adapter is on a weight that is trained in full.

@@ -1,10 +1,10 @@
-"""A model, or any JAX function, as a bundle: a folder of programs, weights and a manifest that runs without their source.
+"""Exports a model, or any JAX function, as a bundle: a folder of programs, weights and a manifest that runs without their source code.
 
-    argosy.export(fn, (x,), "fn.bundle")            # this room can be called
+    argosy.export(fn, (x,), "fn.bundle")            # this package can be called
     Bundle.open("fn.bundle").run({"x": x})
 
 `bundle`, `manifest`, `verify`, `calls`, `steps` and `seal` run bundles, and import neither flax nor models. `model`, `function`,
-`signatures`, `generate`, `lower`, `hoist` and `write` make them.
+`signatures`, `generate`, `lower`, `hoist` and `write` write them.
 """
 
 import sys
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class _CallableRoom(ModuleType):
-    """Lets `argosy.export` be both this room and the function that the room is for."""
+    """Makes the package `argosy.export` callable as its main function."""
 
     def __call__(self, function: Any, args: Any, target: Any, **options: Any) -> Any:
         """Writes a function of arrays, or an `nnx.Module`, as a bundle. Arguments and errors are those of

@@ -3,9 +3,9 @@
     bundle = Bundle.open("minilm.bundle")
     bundle.run({"text": ["a boat", "a ship"]})["embedding"]          # [2 D] float32
 
-Every byte is compared with its hash before any is parsed. What runs is StableHLO with the weights as arguments: neither flax nor the
-model's source is imported, and nothing is unpickled. A program is compiled when its shape is first met. This module knows nothing of
-models; `export.model` writes their bundles.
+Every file is compared with its hash before anything is parsed. The programs are StableHLO that takes the weights as arguments. Neither
+flax nor the source code of the model is imported, and nothing is unpickled. A program is compiled when inputs of its shape come for the
+first time. This module knows nothing of models, whose bundles `export.model` writes.
 """
 
 import hashlib
@@ -60,10 +60,10 @@ RENEW = "`argosy bundle refresh BUNDLE` renews its programs from the bundle itse
 class Bundle:
     """An open bundle.
 
-    path: its folder.
-    manifest: its description.
-    platform: the platform that its programs run on: cpu, cuda, rocm or tpu.
-    mesh: the devices that its programs run on together; None: one device, or it was opened without being run.
+    path: the folder of the bundle.
+    manifest: the description of signatures, programs and weights.
+    platform: the platform of this process: cpu, cuda, rocm or tpu.
+    mesh: the devices that the programs run on together. None for one device, or if the bundle was opened with runs=False.
     """
 
     path: Path
@@ -87,19 +87,20 @@ class Bundle:
         expired: bool = False,
         runs: bool = True,
     ) -> Self:
-        """Verifies a bundle completely and maps its weights. Nothing is compiled yet.
+        """Verifies all files of a bundle and memory-maps its weights. Nothing is compiled yet.
 
         Args:
-            key: a file with the public key whose owner must have signed it.
+            path: the folder of the bundle.
+            key: a file with the public key whose owner must have signed the bundle. With None, a signature is ignored.
             say: called with a warning in the last month in which jax guarantees to read these programs.
             expired: whether to try to read programs whose guarantee has ended.
-            runs: whether its programs will be run, for which its devices must be there.
+            runs: whether programs will be run. The devices of the bundle must then exist.
 
         Raises:
             BadInput: there is no bundle.
-            Damaged: a file differs from the manifest; the message names it.
-            Unsupported: another format, no program for this platform or this number of devices, or programs that are too old for this
-                jax.
+            Damaged: a file differs from the manifest. The message names the file.
+            Unsupported: the format of the bundle is not known, there is no program for this platform or number of devices, or the
+                programs are too old for this version of jax.
         """
         folder = Path(path)
         stamps = {file: file.stat() for file in (folder / "weights").glob("*")}
@@ -116,14 +117,14 @@ class Bundle:
         return cls(folder, manifest, platform, mesh, {name: file for weights, file in opened for name in weights.tensors}, stamps)
 
     def run(self, inputs: Mapping[str, Any], signature: str | None = None) -> dict[str, Any]:
-        """Calls a signature.
+        """Runs a signature on inputs of any supported size.
 
         Args:
-            inputs: arrays or nested lists by name; or inputs of the steps before the program, such as texts.
-            signature: its name; None: the default.
+            inputs: arrays or nested lists by name, or inputs of the steps before the program, such as texts.
+            signature: the name of the signature. None stands for the default one.
 
         Returns:
-            Outputs by name: numpy arrays, and lists of texts.
+            the outputs by name: numpy arrays, and lists of texts.
 
         Raises:
             BadInput: the bundle has no such signature or input, or a shape or type differs.
@@ -132,7 +133,7 @@ class Bundle:
         return self.run_arrays(checked_inputs(of, self.preprocessed(of, inputs)), signature)
 
     def run_arrays(self, arrays: Mapping[str, np.ndarray], signature: str | None = None) -> dict[str, Any]:
-        """Calls a signature with inputs from `calls.checked_inputs`; otherwise like `run`."""
+        """Runs a signature as `run` does, on inputs that `calls.checked_inputs` returned."""
         of = self.manifest.signature(signature)
         sizes = named_sizes(of, arrays)
         program = select_program(of, self.platform, sizes)
@@ -145,13 +146,13 @@ class Bundle:
     def computed(
         self, signature: BundleSignature, program: BundleProgram, arrays: Mapping[str, np.ndarray]
     ) -> dict[str, jax.Array]:
-        """The outputs of a program on the devices, for inputs of its sizes."""
+        """Runs a program on inputs of its sizes. Returns the outputs on the devices."""
         call = self._program(signature, program)
         return self._run(call, _shapes(arrays), self._signature_weights(signature), self._on_devices(arrays))
 
     def load(self) -> None:
-        """Reads the programs of this platform, and puts all weights on the devices: from here on a call reads no file of the bundle but
-        the tokenizer.
+        """Reads the programs of this platform, and puts all weights on the devices. Later calls read no files of the bundle, except
+        those of the tokenizer.
 
         Raises:
             Damaged: a file was altered after the bundle was opened.
@@ -168,9 +169,9 @@ class Bundle:
         """Compiles programs before the first call needs them. Returns the number of programs.
 
         Args:
-            sizes: for each signature with open sizes, the sizes of named axes to compile for. Programs of fixed sizes are compiled too.
-            store: where compiled programs are read from and written to.
-            say: called every second with the remaining work.
+            sizes: the sizes of named axes to compile for, for each signature with open sizes. Programs of fixed sizes are compiled too.
+            store: the store that compiled programs are read from and written to.
+            say: called every second with a message about the remaining work.
         """
         programs = {}
         for name, every in sizes.items():
@@ -186,7 +187,8 @@ class Bundle:
         return len(programs)
 
     def warm_up(self, signature: str | None = None) -> int:
-        """Calls every program of fixed sizes once, and signatures with open sizes with their example. Returns the number of calls."""
+        """Runs every program of fixed sizes once, and programs with open sizes on the example of the signature. Returns the number of
+        runs."""
         of = self.manifest.signature(signature)
         count = 0
         for program in [program for program in of.programs if self.platform in program.platforms]:
@@ -200,24 +202,25 @@ class Bundle:
         return count
 
     def tokenizer(self, folder: str = "tokenizer") -> Tokenizer:
-        """The tokenizer in the bundle."""
+        """Returns the tokenizer in a folder of the bundle."""
         with self._lock:
             if folder not in self._tokenizers:
                 self._tokenizers[folder] = bundled_tokenizer(self.path / folder)
             return self._tokenizers[folder]
 
     def weight(self, name: str) -> np.ndarray:
-        """A tensor as it is stored: a read-only view of its file.
+        """Returns a tensor as it is stored, as a read-only view of its file.
 
         Raises:
-            Damaged: the file was altered in its place after the bundle was opened.
+            Damaged: the file was changed in place after the bundle was opened.
         """
         file = self._weights[name]
         self._check_unaltered(file.path)
         return file.read(name)
 
     def _check_unaltered(self, path: Path) -> None:
-        """Checks a mapped file. Another file that took its name does not matter: the mapping is of the one that was opened."""
+        """Checks that a mapped file was not changed in place. A new file under the same name does not matter, because the mapping is of
+        the old one."""
         try:
             before, now = self._stamps[path], path.stat()
         except FileNotFoundError:
@@ -230,7 +233,7 @@ class Bundle:
             raise Damaged(f"{path.parent.name}/{path.name} was altered after the bundle was opened", where=str(self.path))
 
     def close(self) -> None:
-        """Releases its programs, and its weights on the device."""
+        """Releases the programs, and the weights on the devices."""
         with self._lock:
             self._programs.clear()
             self._arrays.clear()
@@ -247,7 +250,7 @@ class Bundle:
         return self.manifest.splits()
 
     def preprocessed(self, signature: BundleSignature, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The inputs after the steps before the program have run."""
+        """Runs the steps before the program. Returns the inputs of the program."""
         prepared = dict(inputs)
         for step in signature.preprocess:
             if step.input not in prepared:
@@ -271,11 +274,11 @@ class Bundle:
         return tokenize_inputs(step, self.tokenizer(step.folder), texts[0], longest, *texts[1:])
 
     def _signature_weights(self, signature: BundleSignature) -> dict[str, jax.Array]:
-        """The weights of a signature on the device, where they stay; of several devices, each gets its share."""
+        """Returns the weights of a signature on the devices, where they stay. Each of several devices gets its shard."""
         with self._lock:
             for name in signature.weights:
                 if name not in self._arrays:
-                    # A copy: on a CPU an array could otherwise share the memory of the mapped file, which may be overwritten.
+                    # Copied, because on a CPU the array could otherwise share the memory of the mapped file, which may be overwritten.
                     self._arrays[name] = on_devices(self.weight(name), self._place(name), copy=True)
             return {name: self._arrays[name] for name in signature.weights}
 
@@ -283,14 +286,14 @@ class Bundle:
         return None if self.mesh is None else sharding_of(self._splits[name], self.mesh)
 
     def _on_devices(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        """Inputs as a program takes them: all of each on every device of a mesh, which may be those of several processes."""
+        """Puts inputs on the devices. Each is replicated over the mesh, whose devices may belong to several processes."""
         if self.mesh is None:
             return dict(arrays)
         everywhere = sharding_of([], self.mesh)
         return {name: on_devices(a, everywhere) for name, a in arrays.items()}
 
     def _program(self, signature: BundleSignature, program: BundleProgram) -> Program:
-        """The program as a function (weights, inputs) -> outputs."""
+        """Returns a program as a function (weights, inputs) -> outputs."""
         with self._lock:
             if program.file not in self._programs:
                 exported = self.exported(program)
@@ -300,11 +303,11 @@ class Bundle:
             return self._programs[program.file]
 
     def exported(self, program: BundleProgram) -> export.Exported:
-        """A program, deserialized.
+        """Deserializes a program.
 
         Raises:
             Damaged: the file was altered after the bundle was opened.
-            Unsupported: this version of jax cannot read it.
+            Unsupported: this version of jax cannot read the program.
         """
         data = (self.path / program.file).read_bytes()
         if hashlib.sha256(data).hexdigest() != self.manifest.files[program.file].sha256:
@@ -319,12 +322,12 @@ class Bundle:
 
 
 def _shapes(arrays: Mapping[str, np.ndarray]) -> tuple[Any, ...]:
-    """What tells the compilations of a program apart."""
+    """Returns the shapes of the inputs, which distinguish the compilations of a program."""
     return tuple(a.shape for a in arrays.values())
 
 
 def running_platform() -> str:
-    """The platform of this process, by the names of `jax.export`."""
+    """Returns the platform of this process, by the names of `jax.export`."""
     backend = jax.default_backend()
     if backend != "gpu":
         return backend
@@ -332,10 +335,14 @@ def running_platform() -> str:
 
 
 def check_window(manifest: BundleManifest, folder: Path, say: Callable[[str], None], expired: bool = False) -> None:
-    """Checks that this version of jax promises to read the programs. The version that wrote them can always read them.
+    """Checks that this version of jax guarantees to read the programs. The version that wrote them can always read them.
+
+    Args:
+        say: called with a warning if the guarantee ends soon.
+        expired: whether programs whose guarantee has ended are accepted.
 
     Raises:
-        Unsupported: the promise has ended and `expired` is false, or this version is too old.
+        Unsupported: the guarantee has ended and `expired` is false, or this version is too old.
     """
     check_stablehlo(manifest, folder)
     days, writer = days_left(manifest), manifest.versions.get("jax", "")
@@ -350,10 +357,10 @@ def check_window(manifest: BundleManifest, folder: Path, say: Callable[[str], No
 
 
 def check_stablehlo(manifest: BundleManifest, folder: Path) -> None:
-    """Checks that this version of jax is new enough for the programs, since XLA's own error does not mention versions.
+    """Checks that this version of jax is new enough for the programs, because XLA's own error does not mention versions.
 
     Raises:
-        Unsupported: it is too old.
+        Unsupported: this version is too old.
     """
     from jaxlib.mlir.dialects import stablehlo
 
@@ -366,7 +373,7 @@ def check_stablehlo(manifest: BundleManifest, folder: Path) -> None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """A version as numbers; none where it is not known."""
+    """Parses a version into numbers; empty if it is unknown."""
     return tuple(map(int, text.split("."))) if re.fullmatch(r"\d{1,9}(\.\d{1,9}){0,3}", text) else ()
 
 
@@ -374,7 +381,7 @@ def check_program(exported: export.Exported, program: BundleProgram, signature: 
     """Checks that the inputs and outputs of a program are those of the manifest.
 
     Raises:
-        Damaged: they differ.
+        Damaged: the inputs or outputs differ.
     """
     layouts = {name: layout for file in bundle.manifest.weights for name, layout in file.tensors.items()}
     weights = {name: (tuple(map(str, layouts[name].shape)), layouts[name].dtype) for name in signature.weights}

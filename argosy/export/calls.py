@@ -1,5 +1,5 @@
-"""A call of a signature, in numpy: its inputs are checked, a program is chosen by their sizes, and they are padded to the program's
-sizes.
+"""Prepares a call of a signature, in numpy: checks the inputs, chooses a program by their sizes, and pads them to the sizes of the
+program.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from argosy.export.manifest import BundleProgram, BundleSignature, TensorSignatu
 
 
 def checked_inputs(signature: BundleSignature, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Every input of a signature as an array of its type; optional inputs that are missing get their default.
+    """Converts every input of a signature to an array of its type. Missing optional inputs get their default.
 
     Raises:
         BadInput: an input is unknown, missing, or has another type or number of axes.
@@ -51,7 +51,11 @@ def _as_array(spec: TensorSignature, value: Any) -> np.ndarray:
 
 
 def _check_range(spec: TensorSignature, array: np.ndarray) -> None:
-    """Raises: BadInput: a number is outside the range of its input; NaN is."""
+    """Checks the range of an input.
+
+    Raises:
+        BadInput: a number is outside of the range, or NaN.
+    """
     fits = np.ones(array.shape, bool)
     if spec.minimum is not None:
         fits &= array >= spec.minimum
@@ -65,7 +69,7 @@ def _check_range(spec: TensorSignature, array: np.ndarray) -> None:
 
 
 def _of_list(spec: TensorSignature, value: Any, dtype: np.dtype) -> np.ndarray:
-    """Numbers of JSON. No number is rounded to a whole one, and none overflows."""
+    """Converts nested lists of JSON to an array. Numbers that would be rounded to integers or overflow are errors."""
     try:
         plain = np.asarray(value)
     except ValueError:
@@ -88,15 +92,15 @@ def _of_list(spec: TensorSignature, value: Any, dtype: np.dtype) -> np.ndarray:
 
 
 def shape_text(spec: TensorSignature) -> str:
-    """A shape in readable form, such as [batch, 16]."""
+    """Formats a shape for people, such as [batch, 16]."""
     return f"[{', '.join(map(str, spec.shape))}]"
 
 
 def named_sizes(signature: BundleSignature, arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
-    """The size of each named axis.
+    """Returns the size of each named axis.
 
     Raises:
-        BadInput: an axis has a wrong size, two axes of one name differ, or a size exceeds its limit.
+        BadInput: an axis has a wrong size, two axes of the same name differ, or a size exceeds its limit.
     """
     sizes: dict[str, int] = {}
     first: dict[str, str] = {}
@@ -121,7 +125,7 @@ def named_sizes(signature: BundleSignature, arrays: Mapping[str, np.ndarray]) ->
 
 
 def select_program(signature: BundleSignature, platform: str, sizes: Mapping[str, int]) -> BundleProgram:
-    """The program of exactly these sizes, or the smallest to which they can be padded.
+    """Returns the program of exactly these sizes, or the smallest one to whose sizes the inputs can be padded.
 
     Raises:
         BadInput: there is no such program.
@@ -140,7 +144,7 @@ def _fits(signature: BundleSignature, name: str, sizes: Mapping[str, int], size:
 
 
 def filled_inputs(signature: BundleSignature, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
-    """Placeholder inputs of these sizes; named axes without a size have size 1."""
+    """Returns placeholder inputs of these sizes. Named axes without a size get size 1."""
     arrays = {}
     for spec in signature.inputs:
         shape = [sizes.get(size, 1) if isinstance(size, str) else size for size in spec.shape]
@@ -151,7 +155,7 @@ def filled_inputs(signature: BundleSignature, sizes: Mapping[str, int]) -> dict[
 def padded_inputs(
     signature: BundleSignature, arrays: Mapping[str, np.ndarray], program: BundleProgram
 ) -> dict[str, np.ndarray]:
-    """The inputs, padded to the sizes of a program."""
+    """Pads the inputs to the sizes of a program."""
     return {spec.name: _padded(arrays[spec.name], spec, program.shapes) for spec in signature.inputs}
 
 
@@ -165,7 +169,7 @@ def _padded(array: np.ndarray, spec: TensorSignature, sizes: Mapping[str, int]) 
 def unpadded_outputs(
     signature: BundleSignature, outputs: Mapping[str, np.ndarray], sizes: Mapping[str, int]
 ) -> dict[str, np.ndarray]:
-    """The outputs without padding, in the order of the signature.
+    """Removes the padding from outputs. Returns them in the order of the signature.
 
     Args:
         sizes: the sizes of named axes before padding.
@@ -174,6 +178,6 @@ def unpadded_outputs(
     for spec in signature.outputs:
         array = outputs[spec.name]
         part = array[tuple(slice(sizes.get(str(name), size)) for name, size in zip(spec.shape, array.shape))]
-        # numpy gives a number, and no array, for all of an array without axes.
+        # For an array without axes, numpy returns a number and not an array.
         unpadded[spec.name] = np.asarray(part)
     return unpadded

@@ -1,6 +1,6 @@
-"""Any JAX function, or any `nnx.Module`, as a bundle: `argosy.export(fn, args, OUT)`.
+"""Exports any JAX function, or any `nnx.Module`, as a bundle: `argosy.export(fn, args, OUT)`.
 
-Weights of modules among the arguments, and arrays that the function closes over, become tensors of the bundle; the program takes them
+Weights of modules among the arguments, and arrays that the function closes over, become tensors of the bundle, which the program takes
 as arguments. Weights are never part of a program.
 """
 
@@ -27,7 +27,7 @@ from argosy.export.steps import DecodeImageStep, LabelsStep, NormalizeStep, Prob
 from argosy.export.write import BundleContents, tensor_entry, write_bundle
 from argosy.models.parts.weight import merge, split
 
-# Steps after the program that need no tokenizer.
+# The steps after the program that need no tokenizer.
 OutputStep = NormalizeStep | ProbabilitiesStep | LabelsStep
 
 
@@ -53,22 +53,22 @@ def export_function(
         function: a function, or an `nnx.Module` that is called.
         args: an example of each argument: an array, or a `jax.ShapeDtypeStruct`, which may leave sizes open. The weights of an
             `nnx.Module` become tensors of the bundle.
-        target: a new folder.
+        target: the path of the bundle, a new folder.
         signature: the name of the signature.
-        inputs: names of its inputs, in their order; by default those of the parameters.
-        outputs: names of its outputs, in their order; by default the keys of a mapping, or `output`, `output_1` ...
-        platforms: what its programs run on: cpu, cuda, rocm, tpu.
-        batch: the sizes of the first axis of every input and output, with a program for each; smaller batches are padded with zeros.
-            "symbolic": any size. None: as in `args`.
-        preprocess: steps from image files to inputs of the function, as in `export.steps`.
-        postprocess: steps from its outputs to vectors of length 1, probabilities and classes, in their order.
-        description: a sentence that says what it computes.
-        lineage: its origin, for the manifest.
+        inputs: the names of the inputs, in order. The default is the names of the parameters.
+        outputs: the names of the outputs, in order. The default is the keys of a mapping, or `output`, `output_1` ...
+        platforms: the platforms that the programs run on: cpu, cuda, rocm, tpu.
+        batch: the sizes of the first axis of every input and output. Each size gets a program, and smaller batches are padded with
+            zeros. "symbolic" permits any size. None keeps the sizes in `args`.
+        preprocess: the steps from image files to inputs of the function (`export.steps`).
+        postprocess: the steps from outputs to vectors of length 1, probabilities and classes, in order.
+        description: a sentence about what the function computes.
+        lineage: the origin of the function, for the manifest.
         options: further arguments of `write_bundle`, such as `store` and `sign`.
 
     Raises:
-        BadInput: arguments are no arrays, names or steps do not fit, or the target exists; nothing is written.
-        Unsupported: the function uses operations without a promise of compatibility, or branches on open sizes.
+        BadInput: arguments are not arrays, names or steps do not fit, or the target exists. Nothing is written.
+        Unsupported: the function uses operations without a guarantee of compatibility, or branches on open sizes.
     """
     call, weights, values = _without_modules(function, args)
     specs = _named_arguments(function, args, values, inputs)
@@ -117,7 +117,7 @@ def export_function(
 
 
 def _check_steps(of: BundleSignature, before: Sequence[DecodeImageStep], after: Sequence[OutputStep]) -> None:
-    """Checks that steps before the program make its inputs, and that those after it read its outputs.
+    """Checks that the steps before the program make inputs of the program, and that the steps after it read outputs.
 
     Raises:
         BadInput: there is no such input or output, or images have another shape.
@@ -143,7 +143,7 @@ def _check_steps(of: BundleSignature, before: Sequence[DecodeImageStep], after: 
 
 
 def _white_file(step: DecodeImageStep) -> str:
-    """A white image as a file in base64."""
+    """Returns a white image as a PNG file in base64."""
     return base64.b64encode(png_bytes(np.full((step.height, step.width, 3), 255, np.uint8))).decode()
 
 
@@ -156,7 +156,8 @@ def _name_of(function: Any) -> str:
 
 
 def _without_modules(function: Any, args: Sequence[Any]) -> tuple[Callable[..., Any], dict[str, Any], list[Any]]:
-    """The function of (weights, other arguments), the weights of all modules, and those arguments."""
+    """Separates the weights of modules. Returns a function of (weights, other arguments), the weights of all modules, and the other
+    arguments."""
     if not callable(function):
         raise BadInput(f"argosy.export takes a function or a module, not {type(function).__name__}")
     if isinstance(args, Mapping | str) or hasattr(args, "shape"):
@@ -190,10 +191,10 @@ def _without_modules(function: Any, args: Sequence[Any]) -> tuple[Callable[..., 
 
 
 def _named_arguments(function: Any, args: Sequence[Any], values: Sequence[Any], names: Sequence[str] | None) -> dict[str, Any]:
-    """The arguments that are no modules, by the names of the parameters or by these.
+    """Returns the arguments that are not modules, by `names`, or by default by the names of the parameters.
 
     Raises:
-        BadInput: there are not as many names, or two have one name.
+        BadInput: the number of names is wrong, or two names are equal.
     """
     if names is not None:
         if len(names) != len(values) or len(set(names)) != len(names):
@@ -210,10 +211,10 @@ def _named_arguments(function: Any, args: Sequence[Any], values: Sequence[Any], 
 
 
 def _abstract(name: str, value: Any) -> Any:
-    """Shape and type of an argument.
+    """Returns the shape and type of an argument.
 
     Raises:
-        BadInput: it is no array.
+        BadInput: the argument is not an array.
     """
     if isinstance(value, jax.ShapeDtypeStruct):
         return value
@@ -233,7 +234,7 @@ def _batched(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _opened(arguments: Mapping[str, Any], fixed: Mapping[str, int]) -> dict[str, Any]:
-    """The inputs of one program: `batch` is a size that is fixed, or open."""
+    """Returns the inputs of one program, in whose shapes `batch` becomes its fixed size, or a symbolic size."""
     size = fixed.get("batch") or export.symbolic_shape("batch")[0]
     return {
         name: jax.ShapeDtypeStruct(tuple(size if n == "batch" else n for n in value.shape), value.dtype)
@@ -247,10 +248,10 @@ def _opened(arguments: Mapping[str, Any], fixed: Mapping[str, int]) -> dict[str,
 
 
 def _named_outputs(result: Any, names: Sequence[str] | None) -> dict[str, Any]:
-    """The arrays of a result by name.
+    """Returns the arrays of a result by name.
 
     Raises:
-        BadInput: there are not as many names, or two arrays have one name.
+        BadInput: the number of names is wrong, or two names are equal.
     """
     paths = jax.tree_util.tree_flatten_with_path(result)[0]
     if names is None:
@@ -269,7 +270,7 @@ def _described(name: str, value: Any, symbols: Mapping[str, str]) -> TensorSigna
 
 
 def _outputs_of(programs: Sequence[tuple[dict[str, int], Any]], names: Sequence[str], batched: bool) -> list[TensorSignature]:
-    """The outputs of all programs: an axis that is the size of the batch in each is called so."""
+    """Describes the outputs of all programs. A first axis that has the size of the batch in every program is named `batch`."""
     trees = [(fixed, jax.tree.unflatten(program.out_tree, program.out_avals)) for fixed, program in programs]
     specs = []
     for name in names:

@@ -1,8 +1,8 @@
-"""Generation as one program: prompts in, completions out.
+"""Generation as one program, from prompts to completions.
 
-The prompt is read at once, then a loop decodes over a buffer of keys and values, and ends when every row has ended. A row is greedy at
-temperature 0 and draws from the whole distribution above it. Random numbers follow from the seed, the row and the place of a token,
-so a row does not depend on the others. Filters (top-k, top-p), grammars and penalties are for `argosy serve`.
+The prompt is prefilled at once. Then a loop decodes with a KV buffer until every row has ended. A row is greedy at temperature 0, and
+samples from the whole distribution above it. Random numbers depend on the seed, the row and the position of a token, so a row does not
+depend on the others. Filters (top-k, top-p), grammars and penalties exist only in `argosy serve`.
 """
 
 from collections.abc import Sequence
@@ -30,17 +30,20 @@ def generate_tokens(
     room: int,
     stops: Sequence[int],
 ) -> tuple[Int[Array, "B N"], Int[Array, "B"]]:
-    """Completions [B N], padded with 0, and the number of tokens of each [B]. The token that ends a completion is not part of it.
+    """Generates completions. Returns them [B N], padded with 0, and the number of tokens of each [B]. The token that ends a completion
+    is not part of it.
 
     Args:
-        mask: [B P], 1 for tokens of the prompt, 0 for padding after it.
-        seed: random seed, [] uint32.
-        max_tokens: limit of each completion in tokens, [] int32.
+        tokens: the token ids of the prompts.
+        mask: 1 for tokens of the prompt, 0 for padding.
+        temperature: the sampling temperature of each row. 0 decodes greedily.
+        seed: the random seed, [] uint32.
+        max_tokens: the limit of each completion in tokens, [] int32.
         room: N, the largest value of `max_tokens`.
-        stops: ids that end a completion.
+        stops: the ids that end a completion.
     """
     B, P = tokens.shape
-    # Tokens of a prompt come first, in their order: transformers pads batches of prompts on the left.
+    # Tokens are moved before the padding, because transformers pads batches of prompts on the left.
     tokens = jnp.take_along_axis(tokens, jnp.argsort(mask == 0, axis=1, stable=True), 1)
     lengths = mask.sum(1, dtype=jnp.int32)
     rows = jnp.arange(B, dtype=jnp.int32)
@@ -55,7 +58,8 @@ def generate_tokens(
         def sample_tokens() -> Array:
             tiny = np.finfo(np.float32).tiny
             warm = jnp.where(temperature > 0, jnp.maximum(temperature, tiny), 1).astype(logits.dtype)
-            # The largest becomes 0: at a temperature near 0, XLA's roundings of the others' quotients may differ between two uses.
+            # The largest logit becomes 0. At a temperature near 0, XLA may round the quotient of the same logit differently in two
+            # uses.
             below = logits - logits.max(-1, keepdims=True)
             here = jax.vmap(jax.random.fold_in, (0, None))(keys, at)
             return jnp.where(temperature > 0, draw_token(below / warm[:, None], here)[0], largest_token(logits))

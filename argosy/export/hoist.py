@@ -1,8 +1,8 @@
 """Turns arrays that a function closes over into weights of its program.
 
-JAX puts them into a program as constants. A bundle keeps weights beside its programs, so a traced function is evaluated again with
-its large constants as arguments: those of the function itself, and those of functions under `jit` that it calls. One inside a loop or
-a branch is an error, which says what to do.
+JAX puts such arrays into a program as constants, but a bundle keeps weights beside its programs. So a traced function is evaluated
+again with its large constants as arguments: those of the function itself, and those of jitted functions that it calls. A large
+constant inside a loop or a branch is an error with a hint.
 """
 
 import hashlib
@@ -16,9 +16,9 @@ from jax.extend.core import ClosedJaxpr, Literal
 from argosy.core.errors import Unsupported
 from argosy.export.lower import NamedFunction
 
-# Constants of this size become weights. Smaller ones are tables, which XLA may fold into what uses them.
+# Constants of at least this size become weights. Smaller ones are tables, which XLA may fold into the operations that use them.
 LARGE_BYTES = 4096
-# Calls that are evaluated equation by equation.
+# The primitives of calls that are evaluated equation by equation.
 CALLS = ("jit", "pjit", "closed_call", "core_call")
 
 
@@ -30,14 +30,14 @@ class Hoisted:
         self._names: dict[tuple[Any, ...], str] = {}
 
     def function(self, function: NamedFunction, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> NamedFunction:
-        """The function that takes these constants as weights, for inputs of these shapes.
+        """Returns the function with its large constants as further weights, for inputs of these shapes, and collects the constants.
 
         Raises:
-            Unsupported: a constant inside a loop or a branch.
+            Unsupported: a large constant is inside a loop or a branch.
         """
         like = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in weights.items()}
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(like, dict(inputs))
-        # `closed` keeps the arrays, so no other gets one's id.
+        # `closed` keeps the arrays alive, so their ids stay unique.
         names = {id(value): self._constant_name(value) for value in _large_constants(closed)}
         if not names:
             return function
@@ -64,10 +64,10 @@ def _is_large(value: Any) -> bool:
 
 
 def _large_constants(closed: Any) -> Iterator[Any]:
-    """The large constants of a traced function and of those that it calls.
+    """Yields the large constants of a traced function and of the functions that it calls.
 
     Raises:
-        Unsupported: one inside a loop or a branch.
+        Unsupported: a large constant is inside a loop or a branch.
     """
     yield from filter(_is_large, closed.consts)
     for equation in closed.jaxpr.eqns:
@@ -82,7 +82,7 @@ def _large_constants(closed: Any) -> Iterator[Any]:
 
 
 def _inner(params: Mapping[str, Any]) -> Iterator[Any]:
-    """The functions in the parameters of an equation."""
+    """Yields the functions in the parameters of an equation."""
     for value in params.values():
         for element in value if isinstance(value, tuple | list) else (value,):
             if isinstance(element, ClosedJaxpr):
@@ -92,7 +92,7 @@ def _inner(params: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _evaluated(closed: Any, args: list[Any], replaced: Callable[[Any], Any]) -> list[Any]:
-    """The results of a traced function with some of its constants replaced."""
+    """Evaluates a traced function, with some of its constants replaced."""
     jaxpr = closed.jaxpr
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, map(replaced, closed.consts)))
     values |= dict(zip(jaxpr.invars, args, strict=True))

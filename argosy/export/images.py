@@ -1,11 +1,11 @@
 """Exports pipelines that draw images as bundles: `argosy export MODEL OUT signature=denoise`.
 
     denoise    prompt, negative_prompt, seed, index, guidance [batch] -> images [batch, H, W, 3] uint8, finite [batch]
-               and of each ControlNet its image, scale and kind (`control`)
+               and for each ControlNet its image, scale and kind (`control`)
 
-A program holds the whole way from ids of prompts to pixels: the text encoders, the sampler's table for a number of steps, the denoiser
-with and without its conditions, and the decoder. Size and steps are those of the export. An image is the one that
-`ImagePipeline.images` draws for its seed and index. Models of classes take labels in place of prompts.
+A program computes pixels from the ids of prompts. It contains the text encoders, the sampler's table for a number of steps, the
+denoiser with and without its conditions, and the decoder. The size and the number of steps are fixed by the export. For a seed and an
+index the program draws the same image as `ImagePipeline.images`. Class-conditional models take labels in place of prompts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +42,7 @@ PROMPTED = {"prompt": ["a red boat"], "seed": [0]}
 
 
 class PipelineModule(nnx.Module):
-    """The modules of a pipeline as one, with the conditions that guidance leads away from, of one row."""
+    """The modules of a pipeline in one module, with one row of the unconditional inputs of guidance."""
 
     def __init__(self, pipeline: ImagePipeline, prompts: BundledPrompts | None, null: Conditions | None):
         self.denoiser, self.dtype = pipeline.steered_denoiser, pipeline.denoiser.dtype
@@ -69,16 +69,17 @@ def export_images(
     """Writes a pipeline as a bundle.
 
     Args:
-        target: a new folder.
-        steps, size: of its images; those of the pipeline by default.
-        platforms: what its programs run on: cpu, cuda, rocm, tpu.
-        batch: batch sizes, with a program for each; smaller batches are padded. None: any size, compiled on first use.
+        target: the path of the bundle, a new folder.
+        steps: the number of sampling steps. The default is that of the pipeline.
+        size: the height and width of images in pixels. The default is that of the pipeline.
+        platforms: the platforms that the programs run on: cpu, cuda, rocm, tpu.
+        batch: the batch sizes. Each gets a program, and smaller batches are padded. None permits any size, compiled on first use.
         lineage: the origin of the model, for the manifest.
         say: called with progress messages.
         options: further arguments of `write_bundle`, such as `store` and `sign`.
 
     Raises:
-        BadInput: the model cannot draw this size in so many steps, or the target exists; nothing is written.
+        BadInput: the model cannot draw this size in this number of steps, or the target exists. Nothing is written.
     """
     guided = "guidance" not in pipeline.config.conditions and pipeline.defaults.guidance != 1
     prompts = bundled_prompts(pipeline.prompts, guided)
@@ -101,14 +102,15 @@ def export_images(
 def denoise_signature(
     pipeline: ImagePipeline, prompts: BundledPrompts | None, guided: bool, steps: int | None, size: int | tuple[int, int] | None
 ) -> tuple[BundleSignature, Callable[..., dict[str, Any]], nnx.Module]:
-    """The signature, its computation (module, inputs) -> outputs, and the module.
+    """Returns the signature, its computation (module, inputs) -> outputs, and the module.
 
     Args:
-        prompts: the text encoders; None: the program takes conditions.
-        guided: whether predictions are led away from those without conditions.
+        prompts: the text encoders. With None, the program takes conditions as inputs.
+        guided: whether classifier-free guidance is used.
+        steps, size: the number of steps and the size of images, as in `export_images`.
 
     Raises:
-        BadInput: the model cannot draw this size in so many steps.
+        BadInput: the model cannot draw this size in this number of steps.
     """
     height, width = pipeline.checked_size(size)
     control = bundled_control(pipeline, (height, width))
@@ -188,6 +190,6 @@ def denoise_signature(
 
 
 def _input(name: str, value: Any, config: Any) -> TensorSignature:
-    """The input for a condition, of the shape that the pipeline's prompts have."""
+    """Returns the input for a condition, of the shape of the pipeline's prompts."""
     bounds = {"minimum": 0, "maximum": config.classes_known} if name == "labels" else {}
     return TensorSignature(name=name, shape=[BATCH, *value.shape[1:]], dtype=str(value.dtype), description=ABOUT[name], **bounds)

@@ -1,8 +1,8 @@
-"""Functions as portable StableHLO bytes, and back. Weights remain arguments.
+"""Converts functions to portable StableHLO bytes, and back. Weights remain arguments.
 
-The bytes stay readable for the time that `jax.export` promises: six months backward, three weeks forward. Programs for one platform or
-several use implementations of ops that every XLA compiles: kernels in Triton, cuDNN's calls and those of `ops.native` have no such
-promise, and `jax.export` refuses programs that call them.
+The bytes stay readable for the time that `jax.export` guarantees: six months backward, three weeks forward. Programs use
+implementations of ops that every XLA compiles. Triton kernels, cuDNN calls and the calls of `ops.native` have no such guarantee, and
+`jax.export` refuses programs that contain them.
 """
 
 import re
@@ -22,9 +22,10 @@ from argosy.ops.op import implementations
 from argosy.parallel.scope import scope
 
 PLATFORMS = ("cpu", "cuda", "tpu")
-# What `jax.export` lowers for.
+# The platforms that `jax.export` lowers for.
 KNOWN_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-# The implementations that every platform compiles, by op. On CPUs alone, those in blocks of plain XLA are as portable.
+# The implementations that every platform compiles, by op. In programs only for CPUs, blocked implementations in plain XLA are portable
+# too.
 PORTABLE = {"attention": "reference", "experts": "ragged_dot", "products": "xla", "video_convolution": "volumes"}
 PORTABLE_ON_CPU = {"products": "xla"}
 
@@ -33,13 +34,13 @@ NamedFunction = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, An
 
 
 def portable_implementations(platforms: Sequence[str]) -> dict[str, str]:
-    """The implementation of each op for a program on these platforms that is lowered on this machine, by op."""
+    """Returns the implementation of each op for a program for these platforms that is lowered on this machine."""
     return dict(PORTABLE_ON_CPU if list(platforms) == ["cpu"] and jax.default_backend() == "cpu" else PORTABLE)
 
 
 @contextmanager
 def portable(platforms: Sequence[str]) -> Iterator[None]:
-    """A scope for tracing programs with implementations that are portable to these platforms, whatever this process runs on."""
+    """Traces programs inside with implementations that are portable to these platforms, whatever platform this process runs on."""
     with implementations(**portable_implementations(platforms)):
         yield
 
@@ -56,11 +57,13 @@ def export_program(
 
     Args:
         weights, inputs: arrays, or shapes and types, which may leave sizes open.
-        places: how weights are split over a mesh of several devices, which all have the inputs and get the outputs. None: one device.
+        platforms: the platforms that the program runs on.
+        places: the sharding of each weight over a mesh of several devices, over which inputs and outputs are replicated. None is for
+            one device.
 
     Raises:
-        BadInput: an unknown platform, or weights or inputs that do not fit the function.
-        Unsupported: the function uses operations without a promise of compatibility, or branches on open sizes.
+        BadInput: a platform is unknown, or weights or inputs do not fit the function.
+        Unsupported: the function uses operations without a guarantee of compatibility, or branches on open sizes.
     """
     if unknown := [platform for platform in platforms if platform not in KNOWN_PLATFORMS]:
         raise BadInput(f"platform `{unknown[0]}`", hint=f"of {', '.join(KNOWN_PLATFORMS)}")
@@ -77,10 +80,10 @@ def export_program(
 
 @contextmanager
 def export_errors() -> Iterator[None]:
-    """Converts jax's errors about a function to ours.
+    """Converts jax's errors about a function to errors of this project.
 
     Raises:
-        Unsupported: the function uses operations without a promise of compatibility, or branches on open sizes.
+        Unsupported: the function uses operations without a guarantee of compatibility, or branches on open sizes.
     """
     try:
         yield
@@ -107,22 +110,21 @@ def lower_program(
     """Exports `forward(model, *args)` as a program (weights, *args) -> outputs.
 
     Args:
-        args: arrays, or their shapes and types, which may leave sizes open.
+        args: arrays, or shapes and types, which may leave sizes open.
     """
     graph, _ = split(model)
 
     def program(weights: Leaves, *args: Any) -> Any:
         return forward(merge(graph, weights), *args)
 
-    # Several platforms at once, and an unknown size, need the reference implementation: kernels and blocks are specific to one
-    # platform.
+    # A program for several platforms, or with open sizes, needs the reference implementations, because kernels and blocks are specific
+    # to one platform.
     exported = export.export(jax.jit(program), platforms=list(platforms))(abstract(model), *args)
     return bytes(exported.serialize())
 
 
 def lower(model: Any, *, platforms: Sequence[str] = PLATFORMS) -> bytes:
-    """Exports the logits of whole sequences as a program (weights, tokens [B T], segments [B T]) -> [B T V]; of an encoder, its
-    vectors [B T D].
+    """Exports a model as a program (weights, tokens [B T], segments [B T]) -> logits [B T V], or for an encoder vectors [B T D].
 
     B and T are left open, so one program serves every shape.
     """
@@ -132,5 +134,5 @@ def lower(model: Any, *, platforms: Sequence[str] = PLATFORMS) -> bytes:
 
 
 def raise_again(program: bytes) -> Callable[..., Any]:
-    """The function that `lower` exported."""
+    """Returns the function that `lower` exported."""
     return jax.jit(export.deserialize(bytearray(program)).call)

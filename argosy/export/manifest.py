@@ -1,8 +1,8 @@
 """The manifest of a bundle: its signatures, programs and weights, and the size and SHA-256 of every file.
 
-The text of a manifest is canonical: parsing it and writing it again gives the same bytes. So each of its bytes is checked, blanks too,
-and two bundles with equal contents have equal manifests except for their dates. A file name in a manifest is a path inside the bundle.
-This module does not import jax: a bundle can be verified on a machine that cannot run its programs.
+The text of a manifest is canonical: if it is parsed and written again, the bytes are the same. So every byte is checked, including
+blanks, and two bundles with equal contents have equal manifests except for their dates. A file name in a manifest is a path inside the
+bundle. This module does not import jax, so a bundle can be verified on a machine that cannot run its programs.
 """
 
 import hashlib
@@ -26,16 +26,16 @@ from argosy.export.steps import (
 )
 from argosy.parallel.mesh import ORDER
 
-# Counts up when the files of a bundle are laid out in another way.
+# The version of the layout of a bundle's files.
 FORMAT = 1
 MANIFEST, SEAL = "manifest.json", "manifest.sig"
-# More than a million tensors need. A manifest is read into memory before anything of it is known.
+# The limit of a manifest, which is enough for a million tensors. A manifest is read into memory before anything of it is known.
 MOST_MANIFEST_BYTES = 256 << 20
 SIGNATURE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
 
 
-# Types of inputs and outputs, by the names that numpy and ml_dtypes give them.
+# The types of inputs and outputs, by their names in numpy and ml_dtypes.
 _KINDS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
 _KINDS += ("complex64", "complex128", "bfloat16", "int4", "uint4")
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in _KINDS}
@@ -181,13 +181,13 @@ class BundleManifest(Settings):
 
 
 def bundle_text(manifest: BundleManifest) -> str:
-    """The canonical text of a manifest, with its own hash."""
+    """Returns the canonical text of a manifest, which includes its hash."""
     content = manifest.model_dump(mode="json")
     return _canonical(content | {"sha256": _digest(content)})
 
 
 def bundle_digest(manifest: BundleManifest) -> str:
-    """The hash that identifies this bundle."""
+    """Returns the hash that identifies a bundle."""
     return _digest(manifest.model_dump(mode="json"))
 
 
@@ -203,11 +203,11 @@ def read_bundle_text(data: bytes, where: str) -> BundleManifest:
     """Parses a manifest.
 
     Args:
-        where: the file, for errors.
+        where: the path of the file, for errors.
 
     Raises:
-        Damaged: it differs from what was written, or contradicts itself.
-        Unsupported: it has another format.
+        Damaged: the manifest differs from what was written, or contradicts itself.
+        Unsupported: the version of the layout is not known here.
     """
     altered = Damaged(f"{MANIFEST} differs from what was written", where=where)
     try:
@@ -233,7 +233,7 @@ def read_bundle_text(data: bytes, where: str) -> BundleManifest:
 
 
 def dtype_of_name(name: str) -> np.dtype:
-    """A type by its name.
+    """Returns the type of a name.
 
     Raises:
         Damaged: there is no such type.
@@ -244,7 +244,7 @@ def dtype_of_name(name: str) -> np.dtype:
 
 
 def _check_names(manifest: BundleManifest, where: str) -> None:
-    """Checks that every file has a name inside the bundle, and that every file which is used has a hash."""
+    """Checks that every file has a path inside the bundle, and that every file that is used has a hash."""
     used = [weights.file for weights in manifest.weights]
     used += [program.file for signature in manifest.signatures.values() for program in signature.programs]
     for name in (*manifest.files, *used):

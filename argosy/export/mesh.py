@@ -1,7 +1,7 @@
-"""Bundles whose programs run on several devices together, each with its share of the weights.
+"""Meshes of bundles whose programs run on several devices together, each with its shard of the weights.
 
-A program is lowered for a mesh of devices that need not be there. The manifest says the mesh, and along which of its axes each tensor
-is split, so that a process reads its share alone. Nothing here knows of models.
+A program is lowered for a mesh whose devices need not exist. The manifest contains the mesh, and the mesh axes along which each tensor
+is split, so that a process reads only its shards. This module knows nothing of models.
 """
 
 import math
@@ -45,22 +45,27 @@ class ExportMesh(Settings):
 
 
 def device_count(sizes: Mapping[str, int]) -> int:
-    """The number of devices of a mesh; 1 without axes."""
+    """Returns the number of devices of a mesh; 1 without axes."""
     return math.prod(sizes.values())
 
 
 def described_mesh(sizes: Mapping[str, int]) -> "AbstractMesh":
-    """A mesh whose devices are absent, to lower programs for."""
+    """Returns a mesh of absent devices, for which programs can be lowered."""
     from jax.sharding import AbstractMesh, AxisType
 
     return AbstractMesh(tuple(sizes[axis] for axis in _ordered(sizes)), _ordered(sizes), (AxisType.Auto,) * len(sizes))
 
 
 def device_mesh(sizes: Mapping[str, int], folder: Path) -> "Mesh | None":
-    """The mesh of a bundle over the devices of all processes; one process takes the first of its devices. None: one device.
+    """Builds the mesh of a bundle over the devices of all processes, or over the first devices of a single process. Returns None for
+    one device.
+
+    Args:
+        sizes: the sizes of the mesh axes.
+        folder: the folder of the bundle, for errors.
 
     Raises:
-        Unsupported: it is for another number of devices.
+        Unsupported: the bundle is for another number of devices.
     """
     import jax
     import numpy as np
@@ -87,7 +92,7 @@ def _hint(count: int, platform: str, processes: int) -> str:
 
 
 def mesh_text(sizes: Mapping[str, int]) -> str:
-    """A mesh in readable form, such as fsdp 2 x tensor 4."""
+    """Formats a mesh for people, such as fsdp 2 x tensor 4."""
     return " x ".join(f"{axis} {sizes[axis]}" for axis in _ordered(sizes))
 
 
@@ -96,10 +101,10 @@ def _ordered(sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def sharding_of(split: Sequence[str | None], mesh: "Mesh | AbstractMesh") -> "NamedSharding":
-    """The sharding of an array.
+    """Returns the sharding of an array.
 
     Args:
-        split: the mesh axis that each of its axes is split over; empty: every device has all of it.
+        split: the mesh axis over which each axis of the array is split. Empty replicates the array.
     """
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -107,7 +112,7 @@ def sharding_of(split: Sequence[str | None], mesh: "Mesh | AbstractMesh") -> "Na
 
 
 def fits_mesh(split: Sequence[str | None], shape: Sequence[int], sizes: Mapping[str, int]) -> bool:
-    """Whether an array of this shape can be split so over a mesh of these sizes."""
+    """Whether an array of this shape can be split in this way over a mesh of these sizes."""
     if not split:
         return True
     used = [axis for axis in split if axis is not None]

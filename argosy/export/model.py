@@ -25,7 +25,7 @@ from argosy.models.parts.weight import logical, variables
 from argosy.parallel.rules import DEFAULT, shardings
 
 Say = Callable[[str], None]
-# Sizes of an axis: all, or these.
+# The permitted sizes of an axis. None permits any size.
 Sizes = Sequence[int] | None
 
 
@@ -46,22 +46,23 @@ def export_model(
     """Writes a model as a bundle.
 
     Args:
-        target: a new folder.
-        signature: logits, embed, classify, generate, rank, user or item, or several; the first is the default. None: rank for rankers,
-            classify for models with a head of scores, else embed for models that embed texts and logits for other decoders.
-        platforms: the platforms that its programs run on: cpu, cuda, rocm, tpu.
-        batch: batch sizes, with a program for each; smaller batches are padded. None: any size, compiled on first use.
-        length: sequence lengths, with a program for each; for `generate`, lengths of prompts. None: any length.
-        max_tokens: for `generate`, limit of a completion in tokens.
-        mesh: the devices that its programs run on together, such as {"tensor": 2}; they need not be there. None: one device.
+        target: the path of the bundle, a new folder.
+        signature: one or several of logits, embed, classify, generate, rank, user and item. The first becomes the default of the
+            bundle. None selects rank for rankers, classify for models with a head of scores, embed for models that embed texts, and
+            otherwise logits.
+        platforms: the platforms that the programs run on: cpu, cuda, rocm, tpu.
+        batch: the batch sizes. Each gets a program, and smaller batches are padded. None permits any size, compiled on first use.
+        length: the sequence lengths, or for `generate` the lengths of prompts. Each gets a program. None permits any length.
+        max_tokens: the limit of a completion in tokens, for `generate`.
+        mesh: the sizes of the mesh that programs run on, such as {"tensor": 2}. Its devices need not exist. None is for one device.
         lineage: the origin of the model, for the manifest.
         say: called with progress messages.
         options: further arguments of `write_bundle`, such as `store` and `sign`.
 
     Raises:
         BadInput: the model has no such signature, a size is wrong, the mesh splits no weight or needs listed sizes, or the target
-            exists; nothing is written.
-        Unsupported: the weights are kept in blocks of a file, or a program cannot be portable.
+            exists. Nothing is written.
+        Unsupported: the weights are in the blocks of a GGUF file, or a program cannot be portable.
     """
     if lm.in_blocks:
         problem = "weights in the blocks of a .gguf file are for kernels of this machine"
@@ -103,7 +104,7 @@ def export_model(
 
 
 def weight_places(module: Any, mesh: ExportMesh | Mapping[str, int] | None) -> dict[str, NamedSharding] | None:
-    """How weights are split over a mesh whose devices are absent, by the rules that training and serving have; None: one device.
+    """Returns the sharding of each weight over a mesh of absent devices, by the rules of training and serving; None for one device.
 
     Raises:
         BadInput: the mesh splits no weight.
@@ -121,7 +122,7 @@ def weight_places(module: Any, mesh: ExportMesh | Mapping[str, int] | None) -> d
 
 
 def check_closed(module: Any, signature: BundleSignature, fixed: Mapping[str, int]) -> None:
-    """Refuses open sizes in a program for several devices if the model has experts: jaxlib 0.10.2 crashes when it fills such sizes in.
+    """Refuses open sizes in a program for several devices if the model has experts, because jaxlib 0.10.2 crashes when it refines them.
 
     Raises:
         BadInput: a size is left open in a model with experts.
@@ -133,7 +134,7 @@ def check_closed(module: Any, signature: BundleSignature, fixed: Mapping[str, in
 
 
 def listed_sizes(name: str, sizes: int | Sequence[int] | None) -> list[int] | None:
-    """The sizes of an axis in ascending order; None: any.
+    """Returns the permitted sizes of an axis in ascending order; None permits any size.
 
     Raises:
         BadInput: a size is below 1, or the list is empty.
@@ -147,23 +148,23 @@ def listed_sizes(name: str, sizes: int | Sequence[int] | None) -> list[int] | No
 
 
 def check_lengths(lengths: Sequence[int], most: int) -> None:
-    """Checks that the model takes sequences of these lengths.
+    """Checks that sequences of these lengths fit.
 
     Raises:
-        BadInput: a length exceeds its context.
+        BadInput: a length exceeds `most`.
     """
     if max(lengths) > most:
         raise BadInput(f"length = {max(lengths)} is more than this signature's {most} tokens")
 
 
 def size_combinations(sizes: Mapping[str, Sequence[int] | None]) -> list[dict[str, int]]:
-    """Every combination of the listed sizes. Axes without a list stay open."""
+    """Returns every combination of the listed sizes. Axes without a list stay open."""
     listed = {name: some for name, some in sizes.items() if some is not None}
     return [dict(zip(listed, values)) for values in itertools.product(*listed.values())]
 
 
 def abstract_inputs(signature: BundleSignature, fixed: Mapping[str, int]) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes and types of a signature's inputs. Axes that are not fixed stay open."""
+    """Returns the shapes and types of a signature's inputs. Axes that are not fixed get symbolic sizes."""
     names = {size: None for spec in signature.inputs for size in spec.shape if isinstance(size, str) and size not in fixed}
     opened = dict(zip(names, export.symbolic_shape(", ".join(names)))) if names else {}
     sizes = {**fixed, **opened}
@@ -176,10 +177,10 @@ def abstract_inputs(signature: BundleSignature, fixed: Mapping[str, int]) -> dic
 
 
 def tokenizer_files(tokenizer: Any, folder: str = "tokenizer") -> dict[str, bytes]:
-    """The files from which an equal tokenizer is read.
+    """Returns the files of a tokenizer, by path in the bundle.
 
     Args:
-        folder: their folder in the bundle.
+        folder: the folder of the files in the bundle.
     """
     with tempfile.TemporaryDirectory() as place:
         tokenizer.save(place)
@@ -188,7 +189,7 @@ def tokenizer_files(tokenizer: Any, folder: str = "tokenizer") -> dict[str, byte
 
 
 def model_lineage(lm: LM) -> dict[str, Any]:
-    """The description of a model for a manifest: its family, settings, size and type."""
+    """Returns the description of a model for a manifest: its family, settings, size and type."""
     family = next((name for name in FAMILIES if FAMILIES[name] is type(lm.config)), type(lm.config).__name__)
     about = {"family": family, "parameters": lm.config.parameters(), "dtype": str(np.dtype(lm.module.dtype))}
     return {"model": about | {"config": dump(lm.config)}}

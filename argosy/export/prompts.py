@@ -1,7 +1,7 @@
-"""Prompts in bundles that draw: their ids are inputs of the program, which holds the text encoders.
+"""Prompts in bundles of image models. Their token ids are inputs of the program, which contains the text encoders.
 
-    prompt            -> prompt_ids, prompt_mask, prompt_ids_2 ...              a pair for each text encoder
-    negative_prompt   -> negative_prompt_ids ...                                optional, where guidance leads away from something
+    prompt            -> prompt_ids, prompt_mask, prompt_ids_2 ...              ids and mask for each text encoder
+    negative_prompt   -> negative_prompt_ids ...                                optional, with classifier-free guidance
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,8 @@ class BundledPrompts:
     """The text encoders of a pipeline in its bundle.
 
     Args:
-        guided: whether there are negative prompts.
+        prompts: the text encoders of the pipeline.
+        guided: whether there are inputs for negative prompts.
 
     Raises:
         BadInput: a chat template changes prompts.
@@ -46,7 +47,7 @@ class BundledPrompts:
 
     @property
     def modules(self) -> nnx.Dict:
-        """The text encoders, with the rows of learned tokens."""
+        """The text encoders, whose embeddings include learned tokens."""
         return nnx.Dict({f"text_encoder{end}": reader.full_module for end, reader in self.readers.items()})
 
     def _step(self, name: str) -> TokenizePromptStep:
@@ -60,7 +61,7 @@ class BundledPrompts:
         return TokenizePromptStep(input=name, encoders=encoders, unescape=self.prompts.unescapes)
 
     def inputs(self) -> Iterator[TensorSignature]:
-        """The inputs of the program. Negative prompts are optional."""
+        """Yields the inputs of the program. Those for negative prompts are optional."""
         for step in self.steps:
             of, default = step.input.replace("_", " "), 0 if step.input == NEGATIVE else None
             for encoder, reader in zip(step.encoders, self.readers.values(), strict=True):
@@ -71,13 +72,14 @@ class BundledPrompts:
                 yield TensorSignature(name=encoder.mask, description="1 for tokens, 0 for padding", maximum=1, **tensor_fields)
 
     def conditions(self, modules: Mapping[str, Any], inputs: Mapping[str, Any]) -> Conditions:
-        """The conditions of the prompts."""
+        """Computes the conditions of the prompts."""
         for end, reader in self.readers.items():
             modules[f"text_encoder{end}"].dtype = reader.module.dtype
         return self._encoded(self.steps[0], modules, inputs)
 
     def base(self, modules: Mapping[str, Any], inputs: Mapping[str, Any], none: Mapping[str, Array]) -> Conditions:
-        """What guidance leads away from, after `conditions`: in each row the negative prompt, or `none`."""
+        """Computes the negative conditions of guidance: in each row those of the negative prompt, or `none` without one. `conditions`
+        must be called before."""
         step = self.steps[1]
         has_negative = jnp.stack([inputs[encoder.mask].any(1) for encoder in step.encoders]).any(0)
 
@@ -98,5 +100,5 @@ class BundledPrompts:
 
 
 def bundled_prompts(prompts: Any, guided: bool) -> BundledPrompts | None:
-    """The text encoders of a pipeline in its bundle; None where the program takes classes."""
+    """Returns the text encoders of a pipeline for its bundle; None for class-conditional models."""
     return BundledPrompts(prompts, guided) if isinstance(prompts, EncoderPrompts) else None

@@ -1,6 +1,6 @@
 """Renews the programs of a bundle from the bundle itself.
 
-They are deserialized and exported again by this version of jax, which opens a new window of compatibility. Weights, tokenizer and
+Programs are deserialized and exported again by this version of jax, which begins a new window of compatibility. Weights, tokenizer and
 signatures stay as they are.
 """
 
@@ -33,14 +33,15 @@ def refresh_bundle(
     """Rewrites a bundle with programs exported by this version of jax.
 
     Args:
-        target: a new folder; None: the bundle is replaced.
-        key: a file with a public key; the bundle must be signed by its owner.
-        sign: a file with the private key that signs the new manifest; None: the new bundle is not signed.
+        path: the folder of the bundle.
+        target: the path of the new bundle, a new folder. None replaces the old bundle.
+        key: a file with a public key, whose owner must have signed the bundle. With None, a signature is ignored.
+        sign: a file with the private key that signs the new manifest. None leaves the new bundle unsigned.
         say: called with progress messages.
-        now: the time of writing.
+        now: the time of writing. The default is the current time.
 
     Raises:
-        BadInput, Damaged: as `Bundle.open`; or the target exists.
+        BadInput, Damaged: an error of `Bundle.open`, or the target exists.
         Unsupported: this version of jax can no longer read the programs.
     """
     path = Path(path)
@@ -68,7 +69,7 @@ def refresh_bundle(
 
 
 def exported_again(exported: export.Exported, manifest: BundleManifest) -> export.Exported:
-    """The same program, exported by this version of jax, for the mesh of its bundle."""
+    """Exports a deserialized program again with this version of jax, for the mesh of its bundle."""
 
 
     def program(*args: Any) -> Any:
@@ -89,7 +90,7 @@ def exported_again(exported: export.Exported, manifest: BundleManifest) -> expor
 
 
 def _replace(path: Path, pending: Path) -> None:
-    """Puts a complete folder in the place of another. A kill between the two renames leaves the old one under its other name."""
+    """Replaces a folder by another, complete one. A kill between the two renames leaves the old folder under the name `*.old`."""
     previous = path.with_name(f"{path.name}.{uuid4().hex[:8]}.old")
     path.rename(previous)
     try:

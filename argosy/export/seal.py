@@ -15,13 +15,13 @@ SIGNATURE_BYTES = 64
 
 
 def sign_manifest(data: bytes, key: str | Path) -> bytes:
-    """The signature of a manifest's bytes.
+    """Signs the bytes of a manifest.
 
     Args:
         key: a file with an ed25519 private key in PEM, without a password.
 
     Raises:
-        BadInput: there is no such file, or it holds something else.
+        BadInput: there is no such file, or it holds no such key.
         Unsupported: the package `cryptography` is not installed.
     """
     keys, serialization = _library()
@@ -39,11 +39,11 @@ def check_signature(data: bytes, signature: bytes, key: str | Path, where: str) 
 
     Args:
         key: a file with an ed25519 public key in PEM.
-        where: the bundle, for errors.
+        where: the path of the bundle, for errors.
 
     Raises:
-        Damaged: the signature is missing, or not by this key.
-        BadInput: there is no such file, or it holds something else.
+        Damaged: the signature is missing, or was not made with this key.
+        BadInput: there is no such file, or it holds no such key.
         Unsupported: the package `cryptography` is not installed.
     """
     keys, serialization = _library()

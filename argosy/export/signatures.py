@@ -2,9 +2,9 @@
 
     logits     tokens [batch, length] -> logits [batch, length, V]
     classify   tokens, or texts, or pairs of texts -> scores [batch, Z], probabilities and the name of the likeliest class
-    embed      tokens, or texts -> embedding [batch, D], pooled and scaled as the model's folder says
+    embed      tokens, or texts -> embedding [batch, D], pooled and scaled according to the model's folder
     rank       numbers, categories -> scores, and probabilities of clicks
-    user, item   ids -> embedding, of a model with two towers
+    user, item   ids -> embedding, for models with two towers
     generate   prompts -> tokens [batch, N] and text (`export.generate`)
 
 Rows may differ in length: `mask` is 1 for tokens and 0 for padding.
@@ -35,7 +35,7 @@ from argosy.models.parts.texts import text_scores, text_vectors
 from argosy.models.parts.weight import Leaves, merge, split
 
 BATCH, LENGTH, PROMPT_LENGTH = "batch", "length", "prompt_length"
-# Of a program that generates, unless they are set.
+# The default limits of prompts and completions of `generate`, in tokens.
 PROMPT_TOKENS, NEW_TOKENS = 128, 64
 
 # (model, inputs by name) -> outputs by name.
@@ -45,8 +45,8 @@ ModelFunction = Callable[[Any, Mapping[str, Any]], dict[str, Any]]
 class ModelSignature(NamedTuple):
     """A signature and its computation.
 
-    function: (model, inputs) -> outputs.
-    fixed: sizes of named axes that cannot be left open.
+    function: the computation (model, inputs) -> outputs.
+    fixed: the sizes of named axes that cannot be left open.
     """
 
     signature: BundleSignature
@@ -55,7 +55,12 @@ class ModelSignature(NamedTuple):
 
 
 def tokens_and_mask(context: int, vocab: int) -> list[TensorSignature]:
-    """The inputs of a signature that reads sequences of so many ids."""
+    """Returns the inputs of a signature that reads token sequences.
+
+    Args:
+        context: the most tokens of a sequence.
+        vocab: the size of the vocabulary.
+    """
     of = {"shape": [BATCH, LENGTH], "dtype": "int32"}
     return [
         TensorSignature(name="tokens", **of, description=f"token ids, at most {context} in a row", minimum=0, maximum=vocab - 1),
@@ -66,10 +71,10 @@ def tokens_and_mask(context: int, vocab: int) -> list[TensorSignature]:
 
 
 def logits_signature(lm: LM) -> ModelSignature:
-    """Logits at every token.
+    """Returns the signature `logits`: the logits at every token.
 
     Raises:
-        BadInput: the model predicts no tokens.
+        BadInput: the model does not predict tokens.
     """
     lm.check_predicts()
     output = TensorSignature(name="logits", shape=[BATCH, LENGTH, lm.config.vocab], dtype="float32", description="of the next token")
@@ -92,10 +97,10 @@ def logits_signature(lm: LM) -> ModelSignature:
 
 
 def embed_signature(lm: LM) -> ModelSignature:
-    """One vector for each text.
+    """Returns the signature `embed`: one vector for each text.
 
     Raises:
-        BadInput: the model embeds no texts, or its folder asks for an unsupported step of sentence-transformers.
+        BadInput: the model does not embed texts, or its folder needs an unsupported step of sentence-transformers.
     """
     _check_reads_texts(lm)
     check_embeds(lm)
@@ -136,7 +141,7 @@ def embed_signature(lm: LM) -> ModelSignature:
 
 
 def classify_signature(lm: LM) -> ModelSignature:
-    """The scores of a text or a pair of texts, with their meaning: probabilities and class names.
+    """Returns the signature `classify`: the scores of a text or a pair of texts, with probabilities and class names.
 
     Raises:
         BadInput: the model has no head of scores.
@@ -184,10 +189,10 @@ def classify_signature(lm: LM) -> ModelSignature:
 
 
 def rank_signature(lm: LM) -> ModelSignature:
-    """The score of each pair of a user and an item, and its probability if scores are logits of clicks.
+    """Returns the signature `rank`: the score of each pair of user and item, and its probability if scores are logits of clicks.
 
     Raises:
-        BadInput: the model has no numerical and categorical inputs.
+        BadInput: the model does not read numbers and categories.
     """
     _check_ranks(lm)
 
@@ -213,7 +218,7 @@ def rank_signature(lm: LM) -> ModelSignature:
 
 
 def user_signature(lm: LM) -> ModelSignature:
-    """The vector of each user."""
+    """Returns the signature `user`: the embedding of each user."""
     _check_ranks(lm, "users")
     ids = _ids("users", lm.config.users)
     example = {"numbers": [[0.0] * lm.config.numbers], "users": [0]}
@@ -221,7 +226,7 @@ def user_signature(lm: LM) -> ModelSignature:
 
 
 def item_signature(lm: LM) -> ModelSignature:
-    """The vector of each item."""
+    """Returns the signature `item`: the embedding of each item."""
     _check_ranks(lm, "items")
     ids = _ids("items", lm.config.items)
     return _tower(lm, [ids], {"items": [0]}, lambda model, inputs: model.items(inputs["items"]))
@@ -239,7 +244,7 @@ def _numbers(lm: LM) -> TensorSignature:
 def _tower(
     lm: LM, inputs: list[TensorSignature], example: dict[str, Any], vectors: Callable[[Any, Mapping[str, Any]], Any]
 ) -> ModelSignature:
-    """A signature of one vector for each row."""
+    """Returns a signature with one vector for each row."""
     output = TensorSignature(name="embedding", shape=[BATCH, lm.config.output], dtype="float32", description="at length 1")
     fields: Any = {"inputs": inputs, "outputs": [output], "programs": [], "weights": [], "padding": [BATCH], "example": example}
     signature = BundleSignature(description="one vector for each row", **fields)
@@ -247,10 +252,10 @@ def _tower(
 
 
 def _check_ranks(lm: LM, tower: str | None = None) -> None:
-    """Checks that a model reads numbers and categories, and has this tower.
+    """Checks that a model reads numbers and categories, and has a tower of this name.
 
     Raises:
-        BadInput: it does not.
+        BadInput: the model does not.
     """
     if lm.config.inputs != "clicks":
         raise BadInput("this model reads texts: it ranks no users and items", hint="signature=logits, embed, classify or generate")
@@ -264,14 +269,14 @@ def _check_reads_texts(lm: LM) -> None:
 
 
 def generate_signature(lm: LM, prompt_tokens: int | None = None, max_tokens: int | None = None) -> ModelSignature:
-    """The whole completion of each prompt.
+    """Returns the signature `generate`: the whole completion of each prompt.
 
     Args:
-        prompt_tokens: limit of a prompt in tokens.
-        max_tokens: limit of a completion in tokens.
+        prompt_tokens: the limit of a prompt in tokens.
+        max_tokens: the limit of a completion in tokens.
 
     Raises:
-        BadInput: the model predicts no tokens, or its context has no room for both.
+        BadInput: the model does not predict tokens, or both limits together exceed its context.
     """
     lm.check_predicts()
     context = lm.config.context
@@ -314,14 +319,14 @@ def generate_signature(lm: LM, prompt_tokens: int | None = None, max_tokens: int
 
 
 def text_steps(lm: LM) -> list[InputStep]:
-    """The steps by which a decoder reads text."""
+    """Returns the steps from text to the inputs of a decoder; none without a tokenizer."""
     if lm.tokenizer is None:
         return []
     return [TokenizeStep(first=[lm.tokenizer.bos] if lm.tokenizer.adds_bos else [])]
 
 
 def example_tokens(lm: LM) -> list[int]:
-    """A few ids of the vocabulary."""
+    """Returns a few ids of the vocabulary, as an example."""
     return (np.arange(1, 9) % lm.config.vocab).tolist()
 
 
@@ -337,11 +342,14 @@ SIGNATURES: dict[str, Callable[..., ModelSignature]] = {
 
 
 def model_signature(lm: LM, name: str, **sizes: Any) -> ModelSignature:
-    """A signature of a model by name.
+    """Returns a signature of a model by name.
+
+    Args:
+        sizes: further arguments of the function in `SIGNATURES`.
 
     Raises:
         UnknownName: there is no signature of this name.
-        BadInput: the model has no such signature.
+        BadInput: the model does not have this signature.
     """
     if name not in SIGNATURES:
         raise UnknownName("signature", name, SIGNATURES)
@@ -349,7 +357,7 @@ def model_signature(lm: LM, name: str, **sizes: Any) -> ModelSignature:
 
 
 def split_program(module: Any, function: ModelFunction) -> tuple[Callable[..., Any], Leaves]:
-    """A function of (weights, inputs), and the module's weights."""
+    """Splits a module from its weights. Returns a function of (weights, inputs), and the weights."""
     graph, weights = split(module)
     dtype = module.dtype
 

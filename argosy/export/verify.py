@@ -1,6 +1,6 @@
-"""Verifies every byte of a bundle, before any is parsed as a program or as weights.
+"""Verifies all files of a bundle before they are parsed as programs or weights.
 
-A bundle holds exactly the files of its manifest: no others, no links, no devices. Nothing here imports jax.
+A bundle contains exactly the files of its manifest: no others, no links, no devices. This module does not import jax.
 """
 
 import os
@@ -15,7 +15,7 @@ from argosy.export.manifest import MANIFEST, MOST_MANIFEST_BYTES, SEAL, BundleMa
 from argosy.export.seal import SIGNATURE_BYTES, check_signature
 from argosy.weights.manifest import compare_files
 
-# A warning is printed so long before the window closes.
+# A warning is printed during this time before the guarantee of jax ends.
 WARN = timedelta(days=30)
 
 
@@ -23,12 +23,13 @@ def verify_bundle(path: str | Path, key: str | Path | None = None) -> BundleMani
     """Reads every file of a bundle and compares it with the manifest.
 
     Args:
-        key: a file with a public key; the manifest must be signed by its owner. None: a signature is ignored.
+        path: the folder of the bundle.
+        key: a file with a public key, whose owner must have signed the manifest. With None, a signature is ignored.
 
     Raises:
         BadInput: there is no bundle, or the key cannot be read.
-        Damaged: a file is changed, missing or unexpected, which the message names; or the signature is not by this key.
-        Unsupported: another format.
+        Damaged: a file is changed, missing or unexpected (the message names it), or the signature was not made with this key.
+        Unsupported: the format of the bundle is not known here.
     """
     folder = Path(path)
     manifest = read_bundle_manifest(folder, key)
@@ -40,14 +41,14 @@ def verify_bundle(path: str | Path, key: str | Path | None = None) -> BundleMani
 
 
 def read_bundle_manifest(folder: Path, key: str | Path | None = None) -> BundleManifest:
-    """The manifest of a bundle, without a look at its other files. Arguments and errors are those of `verify_bundle`."""
+    """Reads the manifest of a bundle without checking its other files. Arguments and errors are those of `verify_bundle`."""
     if not folder.is_dir():
         raise BadInput(f"no bundle at `{folder}`", hint="a bundle is a folder: `argosy export MODEL BUNDLE` writes one")
     data = _small_file(folder, MANIFEST, MOST_MANIFEST_BYTES)
     if data is None:
         raise BadInput(f"{folder} is no bundle: it has no {MANIFEST}", hint="`argosy export MODEL BUNDLE` writes one")
     if key is not None:
-        # Before the manifest is parsed: nothing of an unsigned one is.
+        # Checked before the manifest is parsed, so that nothing of an unsigned manifest is parsed.
         signature = _small_file(folder, SEAL, SIGNATURE_BYTES)
         if signature is None:
             raise Damaged(f"it is not signed: there is no {SEAL}", where=str(folder))
@@ -56,7 +57,7 @@ def read_bundle_manifest(folder: Path, key: str | Path | None = None) -> BundleM
 
 
 def _small_file(folder: Path, name: str, most: int) -> bytes | None:
-    """The contents of a plain file; None if there is none."""
+    """Returns the contents of a regular file of at most `most` bytes; None if there is no file."""
     path = folder / name
     try:
         status = path.lstat()
@@ -79,7 +80,7 @@ def _kind(mode: int) -> str:
 
 
 def _check_listing(folder: Path, manifest: BundleManifest) -> None:
-    """Checks that the folder has no file that the manifest lacks, and nothing but files and folders."""
+    """Checks that the folder contains no file that the manifest lacks, and only regular files and folders."""
     folders = {"/".join(name.split("/")[:depth]) for name in manifest.files for depth in range(1, name.count("/") + 1)}
     for name, mode in _entries(folder):
         if stat.S_ISDIR(mode):
@@ -99,7 +100,7 @@ def _check_seal_size(folder: Path) -> None:
 
 
 def _entries(folder: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Name and mode of everything in a folder; links are not followed."""
+    """Yields the path and the mode of everything in a folder. Links are not followed."""
     with os.scandir(folder / prefix) as entries:
         listed = sorted(entries, key=lambda entry: entry.name)
     for entry in listed:
@@ -110,10 +111,10 @@ def _entries(folder: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 
 def open_bundle_weights(folder: Path, weights: WeightsFile) -> SafeTensors:
-    """A file of weights, memory-mapped.
+    """Memory-maps a file of weights.
 
     Raises:
-        Damaged: its header differs from the manifest.
+        Damaged: the header of the file differs from the manifest.
     """
     opened = SafeTensors.open(folder / weights.file)
     stored = {name: (list(opened.shape(name)), str(opened.dtype(name))) for name in opened.names}
@@ -125,5 +126,5 @@ def open_bundle_weights(folder: Path, weights: WeightsFile) -> SafeTensors:
 
 
 def days_left(manifest: BundleManifest, today: date | None = None) -> int:
-    """The days until newer versions of jax no longer promise to read the programs; negative after that."""
+    """Returns the number of days in which newer versions of jax still guarantee to read the programs; negative afterwards."""
     return (date.fromisoformat(manifest.readable_until) - (today or datetime.now(UTC).date())).days

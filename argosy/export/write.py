@@ -1,7 +1,7 @@
-"""Writes a bundle: programs, weights named by their contents, the tokenizer's files, and last the manifest.
+"""Writes a bundle: programs, weights whose files are named by their hashes, the tokenizer's files, and last the manifest.
 
-The folder is written as `TARGET.part` and renamed once it is on disk. Weights are sorted by name and cut into files of about a
-gigabyte, so two versions of a model that share most weights share most files; with a store, equal files share one file on disk.
+The folder is written as `TARGET.part` and renamed once it is on disk. Weights are sorted by name and divided into files of about a
+gigabyte, so two versions of a model with mostly equal weights have mostly equal files. With a store, equal files share disk space.
 """
 
 import errno
@@ -38,25 +38,25 @@ from argosy.weights.manifest import hash_file
 from argosy.weights.staging import StagedFolder
 
 SHARD_BYTES = 1e9
-# What jax promises: programs are read by versions that are released in the six months after the one that wrote them.
+# The guarantee of jax: versions that are released within six months after the one that wrote a program can read it.
 WINDOW = timedelta(days=180)
-# os.link on file systems that cannot.
+# The errors of os.link on file systems without hard links.
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS}
 
 
 @dataclass
 class BundleContents:
-    """The contents of a bundle to write.
+    """The contents of a bundle that is to be written.
 
-    signatures: signatures by name, without programs.
-    programs: the programs of each signature, each with the sizes of its named axes.
-    weights: tensors to write.
-    files: further small files by name.
+    signatures: the signatures by name, without programs.
+    programs: (sizes of named axes, program) for the programs of each signature.
+    weights: the tensors to write.
+    files: further small files, by path in the bundle.
     implementations: the implementation of each op in the programs.
     lineage: the origin of the bundle.
-    linked: existing files of weights by path, with their tensors.
-    mesh: the number of devices along each axis of the programs' mesh; empty: one device.
-    splits: for tensors that are split over it, the mesh axis of each of their axes.
+    linked: existing files of weights by path, with descriptions of their tensors.
+    mesh: the size of each axis of the programs' mesh; empty for one device.
+    splits: the mesh axis of each axis, for tensors that are split over the mesh.
     """
 
     signatures: dict[str, BundleSignature]
@@ -71,7 +71,7 @@ class BundleContents:
 
 
 def tensor_entry(name: str, value: Any) -> TensorEntry:
-    """A tensor to write, from an array on any device."""
+    """Describes a tensor to write, from an array on any device."""
     return TensorEntry(name, tuple(value.shape), np.dtype(value.dtype), lambda: np.asarray(value))
 
 
@@ -88,15 +88,16 @@ def write_bundle(
     """Writes a bundle completely or not at all.
 
     Args:
-        target: a new folder.
+        target: the path of the bundle, a new folder.
         store: a folder of weight files that bundles share by hard links.
-        sign: a file with the ed25519 private key that signs the manifest.
-        progress: called with bytes as they are written.
-        now: the time of writing.
+        sign: a file with the ed25519 private key that signs the manifest. None leaves the bundle unsigned.
+        shard_bytes: the most bytes of a file of weights.
+        progress: called with the number of bytes written since the last call.
+        now: the time of writing. The default is the current time.
 
     Raises:
-        BadInput: the target exists, there is too little space, or the key cannot be used; nothing is written.
-        Unsupported: a tensor has a type that safetensors has no name for.
+        BadInput: the target exists, there is too little space, or the key cannot be used. Nothing is written.
+        Unsupported: safetensors has no name for the type of a tensor.
     """
     target, now = Path(target), now or datetime.now(UTC)
     if sign is not None:
@@ -133,11 +134,11 @@ def write_bundle(
 
 
 def _check_contents(contents: BundleContents) -> None:
-    """Checks names of signatures and types of tensors.
+    """Checks the names of signatures and the types of tensors.
 
     Raises:
-        BadInput: a name that no file can have, or no signature.
-        Unsupported: a type that safetensors has no name for.
+        BadInput: there is no signature, or the name of one cannot be that of a file.
+        Unsupported: safetensors has no name for the type of a tensor.
     """
     if not contents.signatures:
         raise BadInput("a bundle without signatures")
@@ -148,7 +149,7 @@ def _check_contents(contents: BundleContents) -> None:
 
 
 def _program_files(contents: BundleContents) -> tuple[list[File], dict[str, BundleSignature]]:
-    """The files of programs, and the signatures that name them."""
+    """Returns the files of programs, and the signatures with the names of these files."""
     files, signatures = [], {}
     for name, signature in contents.signatures.items():
         listed = []
@@ -167,7 +168,7 @@ def _named_by_content(
     store: str | Path | None,
     splits: Mapping[str, list[str | None]],
 ) -> WeightsFile:
-    """Renames a file of weights to its hash; with a store, it is the same file as the equal one there."""
+    """Renames a file of weights to its hash. With a store, it becomes a hard link to the equal file there."""
     record = staged.done.pop(file.name)
     name = f"weights/{record['sha256']}.safetensors"
     path = staged.folder / file.name
@@ -182,7 +183,8 @@ def _named_by_content(
 
 
 def _shared(path: Path, store: Path, record: Mapping[str, Any]) -> None:
-    """Makes a file and the one of its name in the store one file. An altered one there is replaced; bundles that have it keep it."""
+    """Hard-links a file with the file of the same name in the store. An altered file in the store is replaced, but stays in the bundles
+    that have it."""
     store.mkdir(parents=True, exist_ok=True)
     store_file = store / path.name
     pending = path.with_name(f".{path.name}.{os.getpid()}.link")
@@ -197,7 +199,7 @@ def _shared(path: Path, store: Path, record: Mapping[str, Any]) -> None:
                 os.link(path, store_file)
                 return
             except FileExistsError:
-                # Another process has put it there meanwhile.
+                # Another process has added the file to the store in the meantime.
                 continue
     except OSError as error:
         pending.unlink(missing_ok=True)
@@ -208,7 +210,7 @@ def _shared(path: Path, store: Path, record: Mapping[str, Any]) -> None:
 
 
 def _linked(staged: StagedFolder, path: Path, file: WeightsFile) -> WeightsFile:
-    """Puts a file of another bundle into this one: as a hard link, or a copy where there are none."""
+    """Adds a file of another bundle to this one, as a hard link, or as a copy on file systems without hard links."""
     target = staged.folder / file.file
     target.parent.mkdir(parents=True, exist_ok=True)
     if not target.exists():
@@ -223,7 +225,7 @@ def _linked(staged: StagedFolder, path: Path, file: WeightsFile) -> WeightsFile:
 
 
 def tool_versions(contents: BundleContents) -> dict[str, str]:
-    """The versions of the tools that write the programs."""
+    """Returns the versions of the tools that write the programs."""
     conventions = {exported.calling_convention_version for some in contents.programs.values() for _, exported in some}
     return {
         "argosy": installed_version("argosy"),
@@ -235,7 +237,7 @@ def tool_versions(contents: BundleContents) -> dict[str, str]:
 
 
 def installed_version(package: str) -> str:
-    """The version of a package; "unknown" for a source tree that is not installed."""
+    """Returns the version of a package; "unknown" for a source tree that is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -243,7 +245,7 @@ def installed_version(package: str) -> str:
 
 
 def _stablehlo_version() -> str:
-    """The version of StableHLO in which `jax.export` writes: that of four weeks ago, at least."""
+    """Returns the version of StableHLO in which `jax.export` writes programs, which is at least four weeks old."""
     from jaxlib.mlir.dialects import stablehlo
 
     four_weeks = stablehlo.StablehloCompatibilityRequirement.WEEK_4

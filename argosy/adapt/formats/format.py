@@ -1,7 +1,7 @@
 """Number formats, and rounding to them.
 
 A format is described by data: the elements that weights are rounded to, the number of weights that share a scale, and the type of
-    scales.
+scales.
 
     scale = largest |w| of a block / the largest element        (`absmax`)
     w ~ element * scale - minimum
@@ -11,8 +11,7 @@ element saturate (OCP Microscaling Formats 1.0, section 6.3; arXiv:2310.10537). 
 scale for the whole weight (NVIDIA, arXiv:2509.25149).
 
 Values that are not finite are defined for every format: a block with NaN or an infinity decodes to NaN, so that a fault stays visible.
-    A
-block of zeros, or a block whose scale would not be a normal float32, decodes to zeros.
+A block of zeros, or a block whose scale would not be a normal float32, decodes to zeros.
 """
 
 from collections.abc import Sequence

@@ -7,9 +7,8 @@ Each step is that of Optimal Brain Quantization (arXiv:2208.11580) with a fixed 
 so that the output changes least. X holds the inputs on calibration data, for which the earlier layers are already quantized.
 
 Differences from the paper: scales are fixed before the first step, so that any format and any shape of blocks can be rounded in any
-    order
-of channels. The paper computes the scale of a block when it reaches the block. By default channels are ordered by their squared inputs
-(`act-order` in the paper's code). A channel without inputs is rounded to nearest instead of becoming zero.
+order of channels. The paper computes the scale of a block when it reaches the block. By default channels are ordered by their squared
+inputs (`act-order` in the paper's code). A channel without inputs is rounded to nearest instead of becoming zero.
 """
 
 from functools import partial

@@ -7,9 +7,8 @@ on the whole. If inputs are not correlated, the weighted sum is the squared erro
 diagonal Hessian.
 
 Sources: the search is that of GPTQ's own code (`--mse`), of AWQ's clipping and of llm-compressor's `mse` observer. Differences: the
-    range
-may also grow, so that formats whose scales are powers of two can take the next larger one. The error is squared, and not raised to the
-power 2.4. Zero points do not change.
+range may also grow, so that formats whose scales are powers of two can take the next larger one. The error is squared, and not raised
+to the power 2.4. Zero points do not change.
 """
 
 from functools import partial

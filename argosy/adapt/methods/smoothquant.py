@@ -7,8 +7,7 @@ The method is for rules that round activations too. With alpha = 1/2, weights an
 channel.
 
 Differences from the paper: pairs are those that `methods.balance` finds to be exact. Besides the norms of the paper, these are values
-    and
-outputs of attention, and the matrices of feed-forward modules. Scales have the geometric mean 1.
+and outputs of attention, and the matrices of feed-forward modules. Scales have the geometric mean 1.
 """
 
 from collections.abc import Sequence

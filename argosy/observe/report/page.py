@@ -78,7 +78,7 @@ class RunRecord:
     story: the results of `argosy quickstart` with the run: proof, export.
     evaluations: the results of evaluations.
     answers: the lines of answers.jsonl, for a run that learns from rewards.
-    images: the image grids that the run drew: (step, the weights that drew it, PNG file).
+    images: the image grids that the run drew: (step, the kind of weights or sampler that drew it, PNG file).
     """
 
     name: str
