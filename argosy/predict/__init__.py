@@ -1,4 +1,4 @@
-"""A server of bundles: versions of many models, batches of requests, the Open Inference Protocol.
+"""A server of bundles (`argosy predict REPOSITORY`): versions of many models, batching of requests, the Open Inference Protocol.
 
-`argosy predict REPOSITORY`. Imports neither flax nor models: what it runs is in the bundles.
+It imports neither flax nor models, because the programs that it runs are in the bundles.
 """

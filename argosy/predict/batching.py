@@ -1,9 +1,9 @@
 """Batches requests of several clients into one call of a program.
 
-When the device becomes free, a thread takes waiting requests, first come, first served within a priority: those whose arrays can be
-concatenated, up to the largest number of rows in a batch. Axes that a signature names as padding are padded to a compiled size, and
-each request gets its own part back. A signature whose rows may depend on each other computes one request at a time. With several
-instances, several threads do so at once.
+When the device becomes free, a thread takes waiting requests whose arrays can be concatenated, up to the largest number of rows of a
+batch. Within a priority, requests are served in the order of arrival. Axes that a signature names as padding are padded to a compiled
+size, and each request gets its own rows back. If the rows of a signature may depend on each other, one request is computed at a time.
+With several instances, several threads compute at once.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ from argosy.ops.programs.store import ProgramStore
 from argosy.predict.padding import Arrays, BatchPlan, join_outputs, split_outputs, stack_inputs
 from argosy.predict.settings import BatchingSettings
 
-# Characters of a request that the event loop tokenizes itself; asking a thread takes as long.
+# The most characters of a request that the event loop tokenizes itself. Passing them to a thread would take as long.
 SHORT_TEXT = 4096
-# Programs that are compiled before a signature answers, and the tokens of those that are called too.
+# The most programs that are compiled before a signature is ready, and the most tokens of those that are also called once.
 MOST_PROGRAMS, CALLED_TOKENS = 72, 512
 
 
@@ -46,15 +46,15 @@ class Unloaded(Exception):
 class WaitingCall:
     """A waiting request, or a part of one.
 
-    signature: name of the signature.
-    arrays: inputs of the program.
-    sizes: sizes of the named axes.
-    rows: number of rows; 0 for a signature without a batch axis.
-    group: calls of one group may share a batch.
-    loop: event loop of the request.
-    done: future of the result.
-    priority: calls with lower numbers go first.
-    arrived: time of arrival.
+    signature: the name of the signature.
+    arrays: the inputs of the program.
+    sizes: the sizes of the named axes.
+    rows: the number of rows, 0 for a signature without a batch axis.
+    group: a key; calls with equal keys may share a batch.
+    loop: the event loop of the request.
+    done: the future of the result.
+    priority: the priority. Calls with lower numbers go first.
+    arrived: the time of arrival, by `time.perf_counter`.
     """
 
     signature: str
@@ -69,7 +69,7 @@ class WaitingCall:
 
     @property
     def places(self) -> int:
-        """The number of rows that it takes in the queue."""
+        """The number of rows that the call takes in the queue."""
         return max(1, self.rows)
 
     def __lt__(self, other: "WaitingCall") -> bool:
@@ -80,10 +80,10 @@ class WaitingCall:
 class CallResult:
     """The outputs of a call, and its timing.
 
-    outputs: outputs by name.
-    queued: seconds from its arrival to the start of its batch.
-    computed: seconds of its batch.
-    rows: number of rows in its batch.
+    outputs: the outputs by name.
+    queued: the seconds from the arrival to the start of the batch.
+    computed: the seconds of the batch.
+    rows: the number of rows of the batch.
     """
 
     outputs: Mapping[str, Any]
@@ -93,10 +93,12 @@ class CallResult:
 
 
 class Batcher:
-    """The queue of a version, and the threads that compute.
+    """The queue of a version, and the threads that compute its batches.
 
     Args:
-        seen: called in a computing thread with each batch: signature, calls, rows, seconds.
+        bundle: the bundle of the version.
+        settings: the batching settings.
+        seen: called in a computing thread after each batch with (signature, number of calls, rows, seconds).
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class Batcher:
             thread.start()
 
     def plan(self, signature: str) -> BatchPlan:
-        """The batching plan of a signature."""
+        """Returns the batching plan of a signature."""
         if signature not in self._plans:
             self._plans[signature] = BatchPlan.of(self.bundle.manifest.signature(signature), self.settings)
         return self._plans[signature]
@@ -126,13 +128,16 @@ class Batcher:
     # ---------------------------------------------------------------- a request
 
     async def call(self, inputs: Mapping[str, Any], signature: str | None = None, priority: int = 0) -> CallResult:
-        """The outputs of a request.
+        """Queues a request and waits for its result.
 
         Args:
-            priority: level from 1, the highest; 0: `default_priority_level`. Without levels only 0 is taken.
+            inputs: the inputs by name.
+            signature: the name of the signature. None stands for the default one.
+            priority: the priority level, from 1, the highest, on. 0 stands for `default_priority_level`. Without levels only 0 is
+                valid.
 
         Raises:
-            BadInput: an unknown signature, input or priority, or a wrong shape or type.
+            BadInput: a signature, an input or the priority is unknown, or a shape or type is wrong.
             QueueFull: too many rows wait.
             Unloaded: the version was unloaded.
         """
@@ -141,7 +146,7 @@ class Batcher:
         level = self._level(priority)
         prepared = inputs
         if of.preprocess:
-            # Long texts take a while: other requests go on meanwhile.
+            # Long texts take a while, so a thread tokenizes them and other requests go on.
             long = text_length(inputs.get(name) for step in of.preprocess for name in step.texts) > SHORT_TEXT
             prepared = await asyncio.to_thread(self.bundle.preprocessed, of, inputs) if long else self.bundle.preprocessed(of, inputs)
         calls = self._calls(name, of, checked_inputs(of, prepared), level)
@@ -163,10 +168,10 @@ class Batcher:
         )
 
     def _level(self, priority: int) -> int:
-        """The priority of a request.
+        """Returns the priority level of a request.
 
         Raises:
-            BadInput: there is no such one.
+            BadInput: there is no such level.
         """
         levels = self.settings.priority_levels
         if not 0 <= priority <= levels:
@@ -175,7 +180,7 @@ class Batcher:
         return (priority or self.settings.default_priority_level or levels) if levels else 0
 
     def _calls(self, name: str, of: BundleSignature, arrays: Arrays, level: int) -> list[WaitingCall]:
-        """A request as one call, or as several where it has more rows than a batch."""
+        """Converts a request to one call, or to several if it has more rows than a batch may have."""
         loop, sizes, plan = asyncio.get_running_loop(), named_sizes(of, arrays), self.plan(name)
         if (axis := plan.axis) is None:
             return [WaitingCall(name, arrays, sizes, 0, object(), loop, loop.create_future(), level)]
@@ -188,7 +193,7 @@ class Batcher:
         return calls
 
     def _enqueue(self, calls: Sequence[WaitingCall]) -> None:
-        """All of them or none. An idle server takes a request of any size."""
+        """Queues all of the calls or none. An idle server accepts a request of any size."""
         rows = sum(call.places for call in calls)
         with self._changed:
             if self._closing:
@@ -201,10 +206,11 @@ class Batcher:
             self._changed.notify()
 
     def _evict(self, first: WaitingCall, rows: int) -> None:
-        """Makes so many places, of calls of a lower priority: the latest of the lowest first.
+        """Removes calls of lower priority from the queue, until they had this many rows. The latest calls of the lowest priority go
+        first.
 
         Raises:
-            QueueFull: there are not so many; nothing is changed.
+            QueueFull: such calls have fewer rows. Nothing is changed then.
         """
         evicted: list[WaitingCall] = []
         for call in reversed(self.waiting):
@@ -218,7 +224,7 @@ class Batcher:
         _tell((call, QueueFull()) for call in evicted)
 
     def _remove(self, calls: Sequence[WaitingCall]) -> None:
-        """Takes calls from the queue."""
+        """Removes calls from the queue."""
         ids = set(map(id, calls))
         self.waiting = [call for call in self.waiting if id(call) not in ids]
         self.waiting_rows = sum(call.places for call in self.waiting)
@@ -236,7 +242,7 @@ class Batcher:
         """Ends the threads.
 
         Args:
-            drop: whether waiting calls fail with `Unloaded`; otherwise they are computed first.
+            drop: whether waiting calls fail with `Unloaded`. Otherwise they are computed first.
         """
         with self._changed:
             self._closing = True
@@ -271,7 +277,7 @@ class Batcher:
                 self.running -= 1
 
     def _next(self) -> list[WaitingCall]:
-        """The calls of the next batch; empty: the thread ends."""
+        """Waits for calls and returns those of the next batch; empty when the thread must end."""
         with self._changed:
             while True:
                 while not self.waiting:
@@ -286,7 +292,7 @@ class Batcher:
                 self._changed.wait(remaining)
 
     def _take(self, first: WaitingCall) -> list[WaitingCall]:
-        """Takes the first call and those that fit beside it from the queue."""
+        """Takes the first call from the queue, with other calls that fit into its batch."""
         batch, rows, plan, sizes = [first], first.rows, self.plan(first.signature), dict(first.sizes)
         for call in self.waiting[1:]:
             if call.group != first.group or rows + call.rows > plan.most_rows:
@@ -303,14 +309,14 @@ class Batcher:
         return batch
 
     def _cheaper(self, batch: list[WaitingCall]) -> list[WaitingCall]:
-        """The batch, or its first calls that fit a smaller size, where padding all of them costs more a row."""
+        """Returns the batch, or only its first calls that fit a smaller size, if padding the whole batch would cost more per row."""
         plan = self.plan(batch[0].signature)
         whole, rows = plan.padded([call.sizes for call in batch]), sum(call.rows for call in batch)
         if plan.axis is None or rows == whole[plan.axis]:
             return batch
         below = max((size for size in plan.sizes[plan.axis] if size < rows), default=0)
         if batch[0].rows > below:
-            # Smaller calls that went ahead of the first one could do so for ever.
+            # Otherwise smaller calls could overtake the first call for ever.
             return batch
         fitting, fewer = [], 0
         for call in batch:
@@ -327,7 +333,7 @@ class Batcher:
         return sum(call.rows for call in self.waiting if call.group == first.group)
 
     def _computed(self, batch: Sequence[WaitingCall]) -> list[dict[str, Any]]:
-        """The outputs of each call."""
+        """Computes a batch. Returns the outputs of each call."""
         plan, signature = self.plan(batch[0].signature), batch[0].signature
         if plan.axis is None:
             return [self.bundle.run_arrays(batch[0].arrays, signature)]
@@ -344,7 +350,8 @@ class Batcher:
         self._seconds[key] = seconds if before is None else before + 0.1 * (seconds - before)
 
     def warm_up(self, store: ProgramStore | None = None, say: Say | None = None) -> int:
-        """Compiles the programs of every signature, at most `MOST_PROGRAMS` each, and calls those of one row. Returns their number."""
+        """Compiles the programs of every signature, at most `MOST_PROGRAMS` each, and calls those of one row. Returns the number of
+        programs."""
         warm_sizes: dict[str, list[dict[str, int]]] = {}
         for name in self.bundle.manifest.signatures:
             sizes = self.plan(name).combinations()
@@ -371,7 +378,7 @@ class Batcher:
 
 
 def text_length(values: Iterable[Any]) -> int:
-    """Number of characters, or bytes of files, in nested lists."""
+    """Returns the number of characters, or of bytes of files, in nested lists."""
     return sum(len(text) for text in _texts_in(values))
 
 
@@ -388,7 +395,7 @@ def _batch_key(signature: str, sizes: Mapping[str, int]) -> Any:
 
 
 def _tell(results: Iterable[tuple[WaitingCall, CallResult | BaseException]]) -> None:
-    """Answers calls, those of one event loop together."""
+    """Sets the results of calls, with one callback for each event loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[WaitingCall, CallResult | BaseException]]] = {}
     for call, result in results:
         by_loop.setdefault(call.loop, []).append((call, result))

@@ -1,4 +1,4 @@
-"""Triton's classification extension: converts an output of scores to its best classes.
+"""Triton's classification extension: converts scores to the best classes.
 
 github.com/triton-inference-server/server (docs/protocol/extension_classification.md): each class is a text, `value:index`, with
 `:label` where classes have names.
@@ -16,18 +16,18 @@ from argosy.web.errors import ApiError
 
 
 def class_names(of: BundleSignature, output: str) -> list[str]:
-    """The class names of an output; empty if it has none."""
+    """Returns the class names of an output; empty if it has none."""
     steps = [step for step in of.postprocess if isinstance(step, ProbabilitiesStep | LabelsStep)]
     sources = {output, *(step.scores for step in steps if isinstance(step, ProbabilitiesStep) and step.output == output)}
     return next((step.names for step in steps if step.names and step.scores in sources), [])
 
 
 def class_count(spec: Mapping[str, Any], parameters: Mapping[str, Any]) -> int | None:
-    """The number of best classes that a request asks for; None: it asks for the plain output.
+    """Returns the number of best classes that a request asks for; None if it asks for the plain output.
 
     Args:
-        spec: the output's description in the protocol.
-        parameters: the output's parameters in the request.
+        spec: the description of the output in the protocol.
+        parameters: the parameters of the output in the request.
 
     Raises:
         ApiError: the number is invalid, or the output has no classes.
@@ -43,7 +43,7 @@ def class_count(spec: Mapping[str, Any], parameters: Mapping[str, Any]) -> int |
 
 
 def best_classes(of: BundleSignature, output: str, scores: np.ndarray, count: int) -> np.ndarray:
-    """The best classes of each row, as texts."""
+    """Returns the best classes of each row as texts `value:index` or `value:index:label`, [rows, count]."""
     names = class_names(of, output)
     order = np.argsort(-scores, -1, kind="stable")[:, :count]
     ends = [f":{i}:{name}" for i, name in enumerate(names)] or [f":{i}" for i in range(scores.shape[-1])]

@@ -1,7 +1,8 @@
-"""An ensemble: steps of other models of the repository, in one request. Tensors between steps never leave the process.
+"""Runs an ensemble: the models of several steps in one request. Tensors between steps never leave the process.
 
-Each step waits in its member's own queue, where it shares batches with every other request of that member. Each request looks up its
-members, so a reloaded member is used at once. If its signature has changed, the ensemble is not ready until it is planned again.
+Each step waits in the queue of its member model, where it shares batches with other requests of that model. Each request looks up its
+members, so a reloaded member is used at once. If the signature of a member has changed, the ensemble is not ready until it is planned
+again.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ SIGNATURE = "ensemble"
 class MemberNotReady(Exception):
     """A member of a step is not loaded, or has changed since the ensemble was planned.
 
-    message: which member, and why.
+    message: the name of the member, and the reason.
     """
 
     def __init__(self, message: str):
@@ -32,14 +33,15 @@ class MemberNotReady(Exception):
 
 
 class Ensemble:
-    """Replaces the bundle and the batcher of a version.
+    """An ensemble, which stands in for both the bundle and the batcher of a version.
 
-    manifest: describes the ensemble's signature.
-    settings: the smallest batch limits of its members.
+    manifest: the manifest with the signature of the ensemble.
+    settings: the smallest batch limits of the members.
 
     Args:
-        member: returns the signatures and the queue of a step's model and version; raises `MemberNotReady`.
-        seen: called with each computed request: signature, calls, rows, seconds.
+        ensemble: the settings of the ensemble.
+        member: returns the manifest and the queue of a model and version. Raises `MemberNotReady`.
+        seen: called after each request with (signature, number of calls, rows, seconds).
     """
 
     def __init__(
@@ -70,21 +72,23 @@ class Ensemble:
         return self._running == 0
 
     def preprocessed(self, signature: BundleSignature, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The inputs unchanged: the members run their own steps."""
+        """Returns the inputs unchanged, because the members run their own steps."""
         return dict(inputs)
 
     def close(self, *, drop: bool = False) -> None:
-        """Does nothing: the members own the threads and the memory."""
+        """Does nothing, because the members own the threads and the memory."""
 
     async def call(self, inputs: Mapping[str, Any], signature: str | None = None, priority: int = 0) -> CallResult:
-        """The outputs of a request.
+        """Runs the steps of a request and returns the outputs.
 
         Args:
-            priority: level in the queues of those members that have levels.
+            inputs: the inputs by name.
+            signature: the name of the signature. None stands for the default one.
+            priority: the priority level in the queues of members that have levels.
 
         Raises:
-            BadInput: inputs that do not fit.
-            MemberNotReady, QueueFull, Unloaded: from a member.
+            BadInput: the inputs do not fit.
+            MemberNotReady, QueueFull, Unloaded: an error of a member.
         """
         tensors = self._checked(self.manifest.signature(signature), inputs)
         begin, queued, computed, rows = time.perf_counter(), 0.0, 0.0, 0
@@ -122,7 +126,7 @@ class Ensemble:
                 raise BadInput(f"step {i + 1} (`{step.model}`): {error.what}", hint=error.hint) from None
 
     def _checked(self, of: BundleSignature, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The inputs by name: arrays of their types, lists of texts."""
+        """Checks the inputs. Returns arrays of their types and lists of texts, by name."""
         texts = {spec.name for spec in of.inputs if spec.dtype == TEXTS}
         if unknown := [name for name in inputs if name not in {spec.name for spec in of.inputs}]:
             raise BadInput(f"no input `{unknown[0]}`", hint=nearest(unknown[0], [spec.name for spec in of.inputs]))
@@ -139,7 +143,7 @@ class Ensemble:
 
 
 def ensemble_order(ensembles: Mapping[str, EnsembleSettings]) -> list[str]:
-    """Names of ensembles, with members before the ensembles that use them. In a cycle the order is arbitrary."""
+    """Returns the names of ensembles, with members before the ensembles that use them. In a cycle the order is arbitrary."""
     order: dict[str, None] = {}
 
     def visit(name: str, path: frozenset[str]) -> None:
@@ -156,7 +160,7 @@ def ensemble_order(ensembles: Mapping[str, EnsembleSettings]) -> list[str]:
 
 
 def circle_of(name: str, ensembles: Mapping[str, EnsembleSettings]) -> str | None:
-    """The cycle of members that an ensemble is part of; None without one."""
+    """Returns the cycle of members that an ensemble is part of, as text; None if there is none."""
 
     def visit(path: tuple[str, ...]) -> str | None:
         for step in ensembles[path[-1]].steps:
@@ -170,7 +174,7 @@ def circle_of(name: str, ensembles: Mapping[str, EnsembleSettings]) -> str | Non
 
 
 def _alike(first: BundleSignature, second: BundleSignature) -> bool:
-    """Whether two signatures take and give the same tensors. Programs and weights may differ."""
+    """Whether two signatures have the same inputs and outputs. Programs and weights may differ."""
     return first is second or (
         member_inputs(first) == member_inputs(second)
         and member_outputs(first) == member_outputs(second)
@@ -180,7 +184,7 @@ def _alike(first: BundleSignature, second: BundleSignature) -> bool:
 
 
 async def _together(calls: Sequence[Awaitable[CallResult]]) -> list[CallResult]:
-    """Results of calls side by side. The first that fails ends the others."""
+    """Runs calls concurrently and returns their results. The first call that fails cancels the others."""
     if len(calls) == 1:
         return [await calls[0]]
     tasks = [asyncio.ensure_future(call) for call in calls]

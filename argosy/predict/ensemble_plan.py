@@ -1,8 +1,8 @@
 """Plans an ensemble: the order of its steps, and its signature, from the signatures of its members.
 
-Steps exchange tensors by name. One that no step writes is an input of the ensemble; one that no step reads is an output, unless
-`outputs` names others. Shapes are compared before anything runs: two axes that share a tensor are unified, and an axis that meets a
-fixed size gets that size.
+Steps exchange tensors by name. A tensor that no step writes is an input of the ensemble. A tensor that no step reads is an output,
+unless `outputs` names others. Shapes are compared before anything runs: the axes of two steps that share a tensor are unified, and an
+axis that is unified with a fixed size gets that size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from argosy.predict.padding import batch_axis
 from argosy.predict.settings import EnsembleSettings, EnsembleStep
 from argosy.predict.tensors import TEXTS
 
-# An axis of a step: its number, and the axis's name in the member's signature.
+# (index of a step, name of an axis in the signature of its member).
 Axis = tuple[int, str]
 
 
@@ -24,10 +24,10 @@ Axis = tuple[int, str]
 class EnsemblePlan:
     """The plan of an ensemble.
 
-    signature: the ensemble's signature.
-    levels: indices of the steps, grouped into those that can run at the same time, in order.
-    inputs: for each step, the ensemble's tensor of each member input.
-    outputs: for each step, the ensemble's tensor of each member output.
+    signature: the signature of the ensemble.
+    levels: groups of indices of steps that can run at the same time, in the order of execution.
+    inputs: for each step, the ensemble's name of the tensor that each input of the member reads.
+    outputs: for each step, the ensemble's name of the tensor that each output of the member becomes.
     """
 
     signature: BundleSignature
@@ -37,10 +37,11 @@ class EnsemblePlan:
 
 
 def plan_ensemble(settings: EnsembleSettings, members: Sequence[BundleSignature]) -> EnsemblePlan:
-    """The plan of an ensemble.
+    """Plans an ensemble.
 
     Args:
-        members: the signature of each step.
+        settings: the settings of the ensemble.
+        members: the signature of each step's member.
 
     Raises:
         BadInput: a member lacks a name, two steps write one tensor, types or shapes differ, or steps form a cycle.
@@ -78,7 +79,7 @@ def _step(settings: EnsembleSettings, i: int) -> str:
 
 
 def member_inputs(of: BundleSignature) -> dict[str, TensorSignature]:
-    """All inputs of a signature by name, texts included."""
+    """Returns all inputs of a signature by name, including texts."""
     specs = {spec.name: spec for spec in of.inputs}
     for step in of.preprocess:
         specs |= {name: TensorSignature(name=name, shape=specs[step.results[0]].shape[:1], dtype=TEXTS) for name in step.texts}
@@ -98,7 +99,7 @@ def member_outputs(of: BundleSignature) -> dict[str, TensorSignature]:
 
 
 def _inputs(i: int, step: EnsembleStep, of: BundleSignature) -> dict[str, str]:
-    """The tensors that a step reads, by its member's names. Required inputs that the map leaves out have their own names."""
+    """Returns the tensors that a step reads, by the input names of its member. Required inputs that the map lacks keep their names."""
     specs = member_inputs(of)
     if unknown := [name for name in step.input_map if name not in specs]:
         raise BadInput(f"step {i + 1}: `{step.model}` has no input `{unknown[0]}`", hint=nearest(unknown[0], list(specs)))
@@ -117,7 +118,8 @@ def _inputs(i: int, step: EnsembleStep, of: BundleSignature) -> dict[str, str]:
 
 
 def _outputs(i: int, step: EnsembleStep, of: BundleSignature) -> dict[str, str]:
-    """The tensors that a step writes. Without a map, all outputs have their own names; with one, the others are dropped."""
+    """Returns the tensors that a step writes, by the output names of its member. Without a map all outputs keep their names. With a
+    map, outputs that it lacks are dropped."""
     specs = member_outputs(of)
     if unknown := [name for name in step.output_map if name not in specs]:
         raise BadInput(f"step {i + 1}: `{step.model}` has no output `{unknown[0]}`", hint=nearest(unknown[0], list(specs)))
@@ -125,7 +127,7 @@ def _outputs(i: int, step: EnsembleStep, of: BundleSignature) -> dict[str, str]:
 
 
 def _levels(settings: EnsembleSettings, inputs: Sequence[Mapping[str, str]], writers: Mapping[str, int]) -> list[list[int]]:
-    """Steps in an order in which every tensor is written before it is read."""
+    """Groups steps in an order in which every tensor is written before it is read."""
     waits = [{writers[tensor] for tensor in names.values() if tensor in writers} for names in inputs]
     done: set[int] = set()
     levels = []
@@ -146,7 +148,8 @@ def _tensors(
     outputs: Sequence[Mapping[str, str]],
     axes: "_Axes",
 ) -> dict[str, tuple[int, TensorSignature]]:
-    """Each tensor as the first step that has it describes it, after all others were compared with that."""
+    """Returns (step, description) of each tensor, as the first step that has the tensor describes it, after a check that other steps
+    agree."""
     tensors: dict[str, tuple[int, TensorSignature]] = {}
     for i, of in enumerate(members):
         for specs, names in ((member_inputs(of), inputs[i]), (member_outputs(of), outputs[i])):
@@ -163,7 +166,7 @@ def _tensors(
 
 @dataclass
 class _Axes:
-    """Axes of members that are the same (a union-find). sizes: of those that are fixed."""
+    """The sets of axes that must be equal (a union-find). `sizes`: the fixed sizes of sets, by root."""
 
     parents: dict[Axis, Axis] = field(default_factory=dict)
     sizes: dict[Axis, int] = field(default_factory=dict)
@@ -174,7 +177,7 @@ class _Axes:
         return axis
 
     def joined(self, i: int, first: TensorSignature, k: int, second: TensorSignature) -> bool:
-        """Makes the axes of two shapes the same. False: they cannot be."""
+        """Unifies the axes of two shapes. Returns False if that is impossible."""
         if len(first.shape) != len(second.shape):
             return False
         return all(self._same((i, a), (k, b)) for a, b in zip(first.shape, second.shape, strict=True))
@@ -197,7 +200,7 @@ class _Axes:
         return True
 
     def names(self, members: Sequence[BundleSignature]) -> dict[Axis, int | str]:
-        """The ensemble's name of every axis of a member, or its size."""
+        """Returns the ensemble's name, or the fixed size, of every axis of a member."""
         axis_names: dict[Axis, int | str] = {}
         of_root: dict[Axis, int | str] = {}
         for i, of in enumerate(members):
@@ -219,7 +222,7 @@ def _renamed(spec: tuple[int, TensorSignature], name: str, axis_names: Mapping[A
 
 
 def _padding(members: Sequence[BundleSignature], axis_names: Mapping[Axis, int | str]) -> set[str]:
-    """Axes that are the batch of every member."""
+    """Returns the axes that are the batch axis of every member."""
     batches = [batch_axis(of) for of in members]
     batch_names = {axis_names[i, axis] for i, axis in enumerate(batches) if axis is not None}
     return {name for name in batch_names if isinstance(name, str)} if len(batch_names) == 1 and None not in batches else set()

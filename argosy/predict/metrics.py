@@ -14,7 +14,7 @@ SECONDS = tuple(1e-3 * (1 << i) / 2 for i in range(18))
 class PredictMetrics:
     """Counters of the server, by model and version.
 
-    latest: time of the last response, in seconds since 1970.
+    latest: the time of the last response of each (model, version), in seconds since 1970.
     """
 
     def __init__(self) -> None:
@@ -40,9 +40,9 @@ class PredictMetrics:
         return Counter(name, about, LABELS, registry=self.registry)
 
     def batches(self, model: str, version: int) -> Callable[[str, int, int, float], None]:
-        """The function that a batcher calls with each batch."""
+        """Returns the function that a batcher calls after each batch."""
         labels = model, str(version)
-        # Looked up once: a look-up takes as long as three counts.
+        # Looked up once, because a look-up takes as long as three counts.
         batches, all_rows = self.batches_run.labels(*labels), self.rows.labels(*labels)
         infer_us, batch_rows = self.infer_us.labels(*labels), self.batch_rows.labels(*labels)
 
@@ -73,7 +73,7 @@ class PredictMetrics:
         """Counts a failed request.
 
         Args:
-            reason: OTHER, REJECTED or CANCELED, as in Triton.
+            reason: the reason, OTHER, REJECTED or CANCELED as in Triton.
         """
         self.failure.labels(model, str(version), reason).inc()
 
@@ -86,7 +86,7 @@ class PredictMetrics:
             metric.remove_by_labels({"model": model, "version": str(version)})
 
     def statistics(self, model: str, version: int) -> dict[str, int]:
-        """Figures of a version, for the statistics extension."""
+        """Returns the counts of a version for the statistics extension."""
         labels = {"model": model, "version": str(version)}
         names = {
             "success": "request_success", "rows": "count", "batches": "exec_count",
@@ -100,5 +100,5 @@ class PredictMetrics:
         return figures | {"failure": int(sum(failures)), "latest_ms": int(1e3 * self.latest.get((model, version), 0))}
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Returns all metrics in Prometheus' text format."""
         return generate_latest(self.registry)

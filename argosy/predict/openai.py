@@ -22,7 +22,7 @@ FIELDS = {"model", "input", "encoding_format", "dimensions", "user", "prompt_nam
 
 
 class OpenAIRoutes:
-    """/v1/embeddings and /v1/models."""
+    """The routes /v1/embeddings and /v1/models."""
 
     def __init__(self, service: PredictService):
         self.service = service
@@ -80,7 +80,7 @@ class OpenAIRoutes:
 
 
 def _step(version: LoadedVersion) -> TokenizeStep:
-    """The step that reads texts."""
+    """Returns the step that tokenizes texts."""
     of = version.bundle.manifest.signature()
     step = next((step for step in of.preprocess if isinstance(step, TokenizeStep)), None)
     if step is None or VECTOR not in {spec.name for spec in of.outputs}:

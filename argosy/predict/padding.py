@@ -1,4 +1,5 @@
-"""The sizes of batches: which calls may share a batch, the sizes that axes are padded to, and how arrays are stacked and split."""
+"""Plans the sizes of batches: the calls that may share a batch, the sizes that axes are padded to, and how arrays are stacked and
+split."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,17 +13,17 @@ from argosy.export.manifest import BundleSignature, TensorSignature
 from argosy.predict.settings import BatchingSettings
 
 Arrays = Mapping[str, np.ndarray]
-# The shortest length that programs are compiled for, of axes besides that of the batch.
+# The shortest compiled length of axes other than the batch axis.
 SHORTEST = 16
-# Up to twice the shortest, every fourth length has programs: there a step of eight would be a sixth of the work.
+# The step between compiled lengths up to twice the shortest. A step of eight would add up to a sixth of the work there.
 STEP = 4
-# Lengths up to half as much again have programs between powers of two.
+# Up to one and a half times this length, there are compiled lengths between powers of two.
 FINE = 128
 
 
 def batch_axis(signature: BundleSignature) -> str | None:
-    """The named axis that is the first of every input and output and whose rows are independent, because it may be padded; None if
-    there is none.
+    """Returns the batch axis: the named axis that is the first of every input and output and may be padded, so that its rows are
+    independent. None if there is none.
     """
     firsts = {spec.shape[0] if spec.shape else None for spec in (*signature.inputs, *signature.outputs)}
     name = next(iter(firsts)) if len(firsts) == 1 else None
@@ -33,10 +34,11 @@ def batch_axis(signature: BundleSignature) -> str | None:
 class BatchPlan:
     """How requests of a signature are batched.
 
-    axis: the axis of rows; None: each request is computed alone.
-    most_rows: limit of rows in a batch.
-    most_tokens: limit of a batch's rows times its padded lengths.
-    sizes: compiled sizes of each axis that is padded.
+    signature: the signature.
+    axis: the batch axis. None computes each request by itself.
+    most_rows: the most rows of a batch.
+    most_tokens: the limit of rows times padded lengths.
+    sizes: the compiled sizes of each axis that is padded.
     """
 
     signature: BundleSignature
@@ -47,7 +49,7 @@ class BatchPlan:
 
     @classmethod
     def of(cls, signature: BundleSignature, settings: BatchingSettings) -> "BatchPlan":
-        """The plan of a signature under these settings."""
+        """Plans a signature under these settings."""
         axis, most, sizes = batch_axis(signature), 1, {}
         fixed = {at for program in signature.programs for at in program.shapes}
         if axis is not None:
@@ -65,12 +67,12 @@ class BatchPlan:
         return cls(signature, axis, most, settings.max_batch_tokens, sizes)
 
     def rows_at(self, sizes: Mapping[str, int]) -> int:
-        """The largest number of rows in a batch of these sizes; at least one."""
+        """Returns the largest number of rows of a batch of these sizes, at least one."""
         tokens = math.prod(self._filled(at, sizes[at]) for at in self.sizes if at != self.axis)
         return max(1, min(self.most_rows, self.most_tokens // tokens))
 
     def padded(self, sizes: Sequence[Mapping[str, int]]) -> dict[str, int]:
-        """The padded sizes of a batch of calls. The bundle pads further if its programs have fixed sizes.
+        """Returns the padded sizes of a batch of calls. The bundle pads further if its programs have fixed sizes.
 
         Args:
             sizes: the sizes of each call.
@@ -84,7 +86,8 @@ class BatchPlan:
         return min((fit for fit in self.sizes.get(at, ()) if fit >= size), default=size)
 
     def combinations(self) -> list[dict[str, int]] | None:
-        """Every combination of axis sizes that a batch may have, fewest tokens first; None if an axis may have any size."""
+        """Returns every combination of padded sizes that a batch may have, those with the fewest tokens first. None if an axis may
+        have any size."""
         open_axes = {str(size) for spec in self.signature.inputs for size in spec.shape if isinstance(size, str)}
         fixed = {at for program in self.signature.programs for at in program.shapes}
         if open_axes - fixed - set(self.sizes):
@@ -95,17 +98,17 @@ class BatchPlan:
         return sorted(fitting, key=lambda sizes: math.prod(sizes.values()))
 
     def _batch_at(self, sizes: Mapping[str, int]) -> int:
-        """The largest batch, filled up, of these lengths."""
+        """Returns the padded number of rows of the largest batch of these lengths."""
         return self._filled(str(self.axis), self.rows_at(sizes))
 
 
 def stack_inputs(plan: BatchPlan, calls: Sequence[Arrays], sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
-    """The inputs of several calls, concatenated, with every axis padded to its size."""
+    """Concatenates the inputs of several calls, with every axis padded to its size in `sizes`."""
     return {spec.name: _stacked([arrays[spec.name] for arrays in calls], spec, sizes) for spec in plan.signature.inputs}
 
 
 def split_outputs(plan: BatchPlan, outputs: Mapping[str, Any], calls: Sequence[Mapping[str, int]]) -> list[dict[str, Any]]:
-    """The outputs of each call of a batch.
+    """Splits the outputs of a batch into those of each call.
 
     Args:
         calls: the sizes of each call.
@@ -117,7 +120,7 @@ def split_outputs(plan: BatchPlan, outputs: Mapping[str, Any], calls: Sequence[M
         for name, value in outputs.items():
             part = value[low : low + rows]
             if isinstance(part, np.ndarray):
-                # Copied: a view would keep the arrays of the whole batch in memory.
+                # Copied, because a view would keep the arrays of the whole batch in memory.
                 parts = [slice(None), *(slice(sizes.get(str(size))) for size in shapes.get(name, [None])[1:])]
                 part = part[tuple(parts)].copy()
             call_outputs[name] = part

@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parent / "web"
 
 
 def model_page_routes(repository: Repository, keyed: bool) -> list[Route]:
-    """The routes of the page.
+    """Returns the routes of the page.
 
     Args:
         keyed: whether the server has an API key.
@@ -31,7 +31,7 @@ def model_page_routes(repository: Repository, keyed: bool) -> list[Route]:
 
 
 def repository_facts(repository: Repository) -> list[dict[str, Any]]:
-    """Every version in the repository: whether it is ready, or why not, and its signatures with an example of their inputs."""
+    """Describes every version in the repository: whether it is ready or the reason why not, and its signatures with example inputs."""
     facts = []
     for name, state in repository.models.items():
         for number in sorted({*state.versions, *state.reasons}):

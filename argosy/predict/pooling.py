@@ -1,7 +1,7 @@
-"""vLLM's /classify, /score and /rerank, for bundles that classify texts, score pairs of texts, or embed them.
+"""vLLM's /classify, /score and /rerank, for bundles that classify texts, score pairs of texts, or embed texts.
 
-A pair is scored by a model with one score, as a probability if the bundle computes it; or by an embedding model, as the cosine of both
-vectors. The signature is the default one, or the first that supports the request.
+The score of a pair is that of a model with one score, as a probability if the bundle computes one, or the cosine of two vectors of an
+embedding model. The default signature is used, or the first one that supports the request.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ SCORES = "scores"
 
 
 class PoolingRoutes:
-    """Routes of whole texts."""
+    """The routes /classify, /score and /rerank."""
 
     def __init__(self, service: PredictService):
         self.service = service
@@ -83,10 +83,11 @@ class PoolingRoutes:
         second: Sequence[str],
         roles: tuple[Sequence[str], Sequence[str]] = ((), ()),
     ) -> tuple[list[float], str, int]:
-        """The score of each pair, the model, and the tokens that were read.
+        """Returns the score of each pair, the name of the model, and the number of tokens that were read.
 
         Args:
-            roles: names of prompts of the first and the second texts, of which a model that embeds texts takes the first that it has.
+            first, second: the texts of the pairs.
+            roles: possible names of the prompts for first and for second texts. An embedding model uses the first name that it has.
         """
         name = self._model(fields)
         kind = _signature(self.service.find(name), (SCORES, VECTOR), "scores no pairs of texts")
@@ -114,7 +115,7 @@ class PoolingRoutes:
         texts: Sequence[str],
         more: Sequence[str] | None = None,
     ) -> tuple[Mapping[str, Any], int]:
-        """The outputs for texts or pairs of texts, and the tokens that were read.
+        """Returns the outputs for texts or pairs of texts, and the number of tokens that were read.
 
         Args:
             more: the second text of each pair, or the names of the prompts of texts.
@@ -144,10 +145,10 @@ class PoolingRoutes:
         return self.service.find(name).bundle.manifest.signature(kind)
 
     def _model(self, fields: VectorFields) -> str:
-        """The model that a request names; the only one where it names none.
+        """Returns the model that a request names, or the only model of the server if it names none.
 
         Raises:
-            ApiError: there is no such model, or several and none is named.
+            ApiError: there is no such model, or the request names none of several.
         """
         models = self.service.repository.models
         if fields.model is None and len(models) == 1:
@@ -165,10 +166,13 @@ class PoolingRoutes:
 
 
 def _signature(version: LoadedVersion, outputs: tuple[str, ...], lacking: str) -> str:
-    """The first signature that makes one of these outputs of texts, the default one before others.
+    """Returns the name of a signature that reads texts and has one of these outputs. The default signature is preferred.
+
+    Args:
+        lacking: the end of the error if there is no such signature.
 
     Raises:
-        ApiError: there is none.
+        ApiError: there is no such signature.
     """
     manifest = version.bundle.manifest
     for name in dict.fromkeys([manifest.default, *manifest.signatures]):
@@ -179,6 +183,6 @@ def _signature(version: LoadedVersion, outputs: tuple[str, ...], lacking: str) -
 
 
 def _probabilities(of: BundleSignature, outputs: Mapping[str, Any]) -> np.ndarray:
-    """Scores as the bundle turns them into probabilities; as they are where it does not."""
+    """Returns the probabilities that the bundle computes, or the scores if it computes none."""
     names = [step.output for step in of.postprocess if isinstance(step, ProbabilitiesStep)]
     return np.asarray(outputs[names[0] if names else SCORES], np.float32)

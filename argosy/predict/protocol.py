@@ -1,4 +1,4 @@
-"""The Open Inference Protocol v2 without a transport: the responses to its requests, for REST and gRPC alike.
+"""The Open Inference Protocol v2 independent of the transport: computes the responses to requests of REST and gRPC.
 
 Descriptions are dicts with the field names of the protocol, which REST sends as JSON and gRPC as messages.
 github.com/kserve/open-inference-protocol (specification/protocol); Triton's extensions for repositories, statistics and configurations:
@@ -33,10 +33,10 @@ KINDS = {str: "text", bool: "true or false", dict: "object", list: "list"}
 class InferRequest:
     """A request for inference, from any transport.
 
-    inputs: name, datatype and shape of each input.
-    arrays: the inputs' values by name.
-    parameters: parameters of the request.
-    outputs: name and parameters of each requested output; empty: all.
+    inputs: the name, datatype and shape of each input.
+    arrays: the values of the inputs by name.
+    parameters: the parameters of the request.
+    outputs: the name and parameters of each requested output. Empty requests all outputs.
     """
 
     inputs: Sequence[Mapping[str, Any]]
@@ -51,7 +51,7 @@ class InferResponse:
 
     version: the version that computed it.
     outputs: the requested outputs by name.
-    binary: names of the outputs that REST sends as bytes.
+    binary: the names of the outputs that REST sends as bytes.
     """
 
     version: LoadedVersion
@@ -60,7 +60,7 @@ class InferResponse:
 
 
 class InferenceProtocol:
-    """The operations of the protocol. Each raises `ApiError`, whose status is that of HTTP."""
+    """The operations of the protocol. Each may raise `ApiError`, which has an HTTP status."""
 
     def __init__(self, service: PredictService):
         self.service, self.repository = service, service.repository
@@ -84,7 +84,7 @@ class InferenceProtocol:
         return facts | {"inputs": input_specs(of), "outputs": output_specs(of)}
 
     def config(self, version: LoadedVersion) -> dict[str, Any]:
-        """The model's configuration, in Triton's names."""
+        """Returns the configuration of the model, in Triton's names."""
         of, batching = version.bundle.manifest.signature(), version.batcher.settings
         axis = batch_axis(of)
         settings = self.repository.state(version.model).settings
@@ -114,7 +114,7 @@ class InferenceProtocol:
         }
 
     def statistics(self, version: LoadedVersion | None) -> dict[str, Any]:
-        """Statistics of a version; None: of all ready versions."""
+        """Returns the statistics of a version, or for None of all ready versions."""
         every = [loaded for state in self.repository.models.values() for loaded in state.versions.values()]
         return {"model_stats": [self._statistics(loaded) for loaded in ([version] if version else every)]}
 
@@ -130,7 +130,7 @@ class InferenceProtocol:
             "last_inference": counts["latest_ms"],
             "inference_count": counts["rows"],
             "execution_count": counts["batches"],
-            # Triton's clients read every one of these. Copies of tensors are part of `compute_infer`; there is no cache.
+            # Triton's clients read all of these. Copies of tensors are part of `compute_infer`, and there is no cache.
             "inference_stats": {
                 "success": spent(counts["request_us"]),
                 "fail": {"count": counts["failure"], "ns": 0},
@@ -147,7 +147,7 @@ class InferenceProtocol:
     # ---------------------------------------------------------------- the repository
 
     def index(self, only_ready: bool) -> list[dict[str, str]]:
-        """Every version in the repository, and why some are not ready."""
+        """Returns every version in the repository, with the reasons why some are not ready."""
         entries = []
         for name, state in self.repository.models.items():
             for number in sorted({*state.versions, *state.reasons}):
@@ -189,12 +189,12 @@ class InferenceProtocol:
         connection: Request | None = None,
         seconds: float | None = None,
     ) -> InferResponse:
-        """The outputs that a request asks for.
+        """Computes the outputs that a request asks for.
 
         Args:
             find: returns the requested version.
-            connection: the HTTP request; the call ends when its client disconnects. None: when its task is cancelled.
-            seconds: time limit, if shorter than the server's.
+            connection: the HTTP request. The call ends when its client disconnects. With None, it ends when its task is cancelled.
+            seconds: the time limit, if it is shorter than that of the server.
         """
         signature = request.parameters.get("signature")
         if signature is not None and not isinstance(signature, str):
@@ -221,10 +221,10 @@ class InferenceProtocol:
 
 
 def _named_prompt(of: BundleSignature, request: InferRequest) -> dict[str, str]:
-    """The input that `parameters.prompt_name` stands for: the prompt of every text.
+    """Returns the input that `parameters.prompt_name` stands for, which names the prompt of every text.
 
     Raises:
-        ApiError: it is no name, the signature has no prompts, or the input is there too.
+        ApiError: the parameter is not a name, the signature has no prompts, or the request has that input too.
     """
     name = request.parameters.get("prompt_name")
     if name is None:
@@ -244,7 +244,7 @@ def _platform(version: LoadedVersion) -> str:
 
 
 def _steps(ensemble: Ensemble) -> list[dict[str, Any]]:
-    """Steps as Triton's configuration has them: version -1 is the newest."""
+    """Returns the steps of an ensemble as in Triton's configuration, where version -1 is the newest."""
     steps = []
     for step, inputs, outputs in zip(ensemble.ensemble.steps, ensemble.plan.inputs, ensemble.plan.outputs, strict=True):
         names = {"input_map": dict(inputs), "output_map": dict(outputs)}
@@ -277,7 +277,7 @@ def check_types(of: BundleSignature, specs: Sequence[Mapping[str, Any]]) -> None
 
 
 def _outputs_of(request: InferRequest, of: BundleSignature) -> dict[str, bool]:
-    """The outputs that a request asks for, and whether each is sent as bytes."""
+    """Returns the outputs that a request asks for, {name: whether it is sent as bytes}."""
     names = [spec["name"] for spec in output_specs(of)]
     every = optional_field(request.parameters, "binary_data_output", bool) or False
     if not request.outputs:
@@ -295,10 +295,10 @@ def _outputs_of(request: InferRequest, of: BundleSignature) -> dict[str, bool]:
 
 
 def optional_field(fields: Mapping[str, Any], name: str, kind: type) -> Any:
-    """The value of an optional field; None if it is absent or null.
+    """Returns the value of an optional field; None if it is absent or null.
 
     Raises:
-        ApiError: it has another type.
+        ApiError: the value has another type.
     """
     value = fields.get(name)
     if value is not None and not isinstance(value, kind):
@@ -307,14 +307,14 @@ def optional_field(fields: Mapping[str, Any], name: str, kind: type) -> Any:
 
 
 def _classes_of(request: InferRequest, of: BundleSignature) -> dict[str, int]:
-    """The outputs of which a request asks for the best classes, and how many."""
+    """Returns the outputs for which a request asks for the best classes, {name: number of classes}."""
     specs = {spec["name"]: spec for spec in output_specs(of)}
     counts = {output["name"]: class_count(specs[output["name"]], output.get("parameters") or {}) for output in request.outputs}
     return {name: count for name, count in counts.items() if count is not None}
 
 
 def input_specs(of: BundleSignature) -> list[dict[str, Any]]:
-    """The inputs of a signature as the protocol describes them. Inputs of its steps replace the program's inputs that the steps
+    """Returns the inputs of a signature as the protocol describes them. The inputs of steps replace the program inputs that the steps
     produce.
     """
     produced = {name for step in of.preprocess for name in step.results}
@@ -324,7 +324,7 @@ def input_specs(of: BundleSignature) -> list[dict[str, Any]]:
 
 
 def output_specs(of: BundleSignature) -> list[dict[str, Any]]:
-    """The outputs of a signature, including those of its steps."""
+    """Returns the outputs of a signature as the protocol describes them, including those of its steps."""
     specs = [{"name": spec.name, "datatype": datatype_of(spec.dtype), "shape": _open(spec.shape)} for spec in of.outputs]
     by_name = {spec["name"]: spec for spec in specs}
     for step in of.postprocess:
@@ -340,6 +340,6 @@ def _open(shape: list[int | str]) -> list[int]:
 
 
 def _configured(spec: dict[str, Any], axis: str | None) -> dict[str, Any]:
-    """An input or output as Triton's configuration has it: without the axis of the batch."""
+    """Describes an input or output as in Triton's configuration, without the batch axis."""
     kind = "TYPE_STRING" if spec["datatype"] == TEXT else f"TYPE_{spec['datatype']}"
     return {"name": spec["name"], "data_type": kind, "dims": spec["shape"][axis is not None :]}

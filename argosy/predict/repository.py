@@ -1,14 +1,14 @@
 """A repository of models: `REPOSITORY/NAME/VERSION/`. Each version is a bundle, and its number an integer above 0.
 
-    vision/1/manifest.json ...      vision/2/manifest.json ...      vision/config.yml (may be absent)
-    embed.bundle/manifest.json ...  a bundle without a number is version 1 of a model of its folder's name
+    vision/1/manifest.json ...      vision/2/manifest.json ...      vision/config.yml (optional)
+    embed.bundle/manifest.json ...  a bundle without a number is version 1 of a model with the name of the folder
     search/config.yml               with `ensemble:`, version 1 of a model whose steps are other models
 
 REPOSITORY may also be one bundle, or the versions of one model.
 
-A version is loaded once its manifest is complete and every file has its hash, so a version that is being copied is left alone. A new
-version is ready before the old one is unloaded, which first finishes its requests. Versions are loaded one at a time, in a separate
-thread. Meanwhile the event loop reads `models` and `versions`, so these are replaced, never changed.
+A version is loaded once its manifest is complete and every file has its hash, so a version that is still being copied is ignored. A new
+version is ready before the old one is unloaded, and the old one first finishes its requests. Versions are loaded one at a time, in a
+separate thread. The event loop reads `models` and `versions` concurrently, so these are replaced and never changed in place.
 """
 
 import asyncio
@@ -40,7 +40,8 @@ CONFIG = "config.yml"
 class LoadedVersion:
     """A version that is ready.
 
-    stamp: distinguishes its manifest from later ones at the same path.
+    stamp: the times and sizes of its files, by which a later version at the same path is recognized.
+    loaded: the time of loading, in seconds since 1970.
     """
 
     model: str
@@ -56,14 +57,14 @@ class LoadedVersion:
 class ModelState:
     """The state of a model.
 
-    path: its folder.
-    settings: the settings in its `config.yml`.
-    versions: ready versions by number.
-    reasons: why other versions are not ready.
-    refused: stamps of versions that could not be loaded; they are tried again once a file changes.
-    unloaded: whether a request unloaded it; scans of the repository leave it so.
-    idle: whether it is an ensemble with a member that a request unloaded.
-    said: messages that need not be repeated.
+    path: the folder of the model.
+    settings: the settings in the model's `config.yml`.
+    versions: the ready versions by number.
+    reasons: the reasons why other versions are not ready.
+    refused: the stamps of versions that could not be loaded. They are tried again once a file changes.
+    unloaded: whether a request unloaded the model. Scans of the repository then do not load it.
+    idle: whether the model is an ensemble with a member that a request unloaded.
+    said: the messages that need not be repeated.
     """
 
     path: Path
@@ -91,9 +92,12 @@ class Repository:
     """The models of a folder, and their ready versions.
 
     Args:
-        say: called when a version is loaded, refused or unloaded.
-        store: where compiled programs are stored.
-        open_bundle: opens a bundle as `Bundle.open` does, perhaps in other processes too.
+        path: the folder.
+        settings: the settings of the server.
+        metrics: the counters of the server.
+        say: called with a message when a version is loaded, refused or unloaded.
+        store: the store of compiled programs.
+        open_bundle: opens a bundle as `Bundle.open` does, possibly in several processes.
     """
 
     def __init__(
@@ -115,7 +119,7 @@ class Repository:
     # ---------------------------------------------------------------- what is there
 
     def folders(self) -> dict[str, Path]:
-        """The folder of each model, by name."""
+        """Returns the folder of each model, by name."""
         if _numbered(self.path):
             # One bundle, or the versions of one model.
             return {self.settings.name or _model_name(self.path): self.path}
@@ -129,16 +133,20 @@ class Repository:
         return folders
 
     def state(self, name: str) -> ModelState:
-        """Raises: UnknownVersion: there is no such model."""
+        """Returns the state of a model.
+
+        Raises:
+            UnknownVersion: there is no such model.
+        """
         if (state := self.models.get(name)) is None:
             raise UnknownVersion(f"unknown model `{name[:128]}`; there are {', '.join(self.models) or 'none'}")
         return state
 
     def find(self, name: str, version: str | None = None, label: str | None = None) -> LoadedVersion:
-        """The requested version; the newest if none is named.
+        """Returns the requested version, or the newest one if neither a version nor a label is given.
 
         Raises:
-            UnknownVersion: it does not exist, or is not ready.
+            UnknownVersion: the version does not exist, or is not ready.
         """
         state = self.state(name)
         versions, reasons, labels = state.versions, state.reasons, state.settings.labels
@@ -175,7 +183,7 @@ class Repository:
             self._plan_ensembles()
 
     async def load(self, name: str) -> None:
-        """Loads a model, or reloads it if files changed.
+        """Loads a model, or reloads it if its files have changed.
 
         Raises:
             UnknownVersion: there is no such model, or none of its versions can be loaded.
@@ -217,7 +225,7 @@ class Repository:
                     state.unloaded = True
                     state.reasons = dict.fromkeys({*state.versions, *state.reasons}, "unloaded")
                     state.versions = {}
-                # Ensembles first: they refuse what they could no longer finish.
+                # Ensembles come first, so that they refuse requests that they could not finish.
                 self._plan_ensembles()
                 for version in versions:
                     self._close(version)
@@ -225,7 +233,7 @@ class Repository:
         await asyncio.get_running_loop().run_in_executor(self._loader, let_go)
 
     def _load(self, name: str, folder: Path) -> None:
-        """Brings a model to the versions that its settings name."""
+        """Loads and unloads versions of a model, so that it has those that its settings name."""
         state = self.models.get(name) or ModelState(folder, ModelSettings())
         self.models = {**self.models, name: state}
         state.unloaded = False
@@ -247,14 +255,14 @@ class Repository:
         versions = versions_to_serve(numbered, state.settings)
         for number in sorted(versions):
             self._load_version(state, name, number, versions[number])
-        # After the new ones answer.
+        # After the new versions are ready.
         self._let_go(state, versions)
         for number in named_versions(state.settings):
             if number not in state.versions:
                 self._say_once(state, f"{name}: config.yml names version {number}, which is not loaded")
 
     def _load_version(self, state: ModelState, name: str, number: int, path: Path) -> None:
-        """Loads a version unless it is loaded, or was refused, as it is. Whatever is wrong with it disturbs no other."""
+        """Loads a version, unless the same files are already loaded or were refused. An error does not affect other versions."""
         old, bundle, batcher = state.versions.get(number), None, None
         try:
             stamp = _stamp(path)
@@ -276,7 +284,7 @@ class Repository:
                 state.reasons = {**state.reasons, number: why}
             problem = f"{name} version {number} is not loaded: {why}{'; the one that was loaded stays' if old is not None else ''}"
             if isinstance(error, FailedElsewhere):
-                # Some machines see a file of a shared file system later than others: the next look tries again.
+                # Some machines see a file of a shared file system later than others, so the next scan tries again.
                 state.refused.pop(number, None)
                 self._say_once(state, problem)
             else:
@@ -298,7 +306,7 @@ class Repository:
                 self._load_members(member, folders)
 
     def _plan_ensembles(self) -> None:
-        """Brings ensembles to what their members now are."""
+        """Plans ensembles again whose members have changed."""
         ensembles = {name: state.settings.ensemble for name, state in self.models.items() if state.settings.ensemble is not None}
         for name in ensemble_order(ensembles):
             state, steps = self.models[name], ensembles[name].steps
@@ -310,7 +318,7 @@ class Repository:
                 if (circle := circle_of(name, ensembles)) is not None:
                     raise BadInput(f"a circle of ensembles: {circle}")
                 planned = Ensemble(ensembles[name], self._member, self.metrics.batches(name, 1))
-            # Whatever is wrong with it disturbs no other.
+            # An error does not affect other ensembles.
             except Exception as error:
                 why = _reason(error)
                 if state.reasons != {1: why}:
@@ -326,12 +334,12 @@ class Repository:
             state.reasons, state.idle = {}, False
 
     def _ensemble_of(self, state: ModelState) -> Ensemble | None:
-        """The ensemble that answers."""
+        """Returns the ensemble of a model that is ready; None if there is none."""
         version = state.versions.get(1)
         return version.bundle if version is not None and isinstance(version.bundle, Ensemble) else None
 
     def _member(self, model: str, version: int | None) -> tuple[BundleManifest, Batcher | Ensemble]:
-        """What an ensemble calls."""
+        """Returns the manifest and the queue of a member of an ensemble."""
         try:
             loaded = self.find(model, None if version is None else str(version))
         except UnknownVersion as error:
@@ -339,7 +347,7 @@ class Repository:
         return loaded.bundle.manifest, loaded.batcher
 
     def _let_go(self, state: ModelState, versions: Mapping[int, Path]) -> None:
-        """Lets go all versions but these."""
+        """Unloads all versions except these."""
         others = [version for number, version in state.versions.items() if number not in versions]
         state.versions = {number: version for number, version in state.versions.items() if number in versions}
         state.reasons = {number: why for number, why in state.reasons.items() if number in versions}
@@ -357,7 +365,7 @@ class Repository:
         self.say(f"{version.model} version {version.version} is unloaded")
         version.bundle.close()
         gc.collect()
-        # malloc keeps what it was given back: half a megabyte for each version of a small model.
+        # malloc keeps freed memory, half a megabyte for each version of a small model.
         trim()
 
     # ---------------------------------------------------------------- life
@@ -390,7 +398,7 @@ class Repository:
 
 
 def read_model_settings(folder: Path) -> ModelSettings:
-    """The settings in `config.yml` of a model; the defaults if there is none.
+    """Reads the settings in `config.yml` of a model. Returns the defaults if there is no such file.
 
     Raises:
         UserError: the file cannot be read, or has an unknown setting.
@@ -400,7 +408,7 @@ def read_model_settings(folder: Path) -> ModelSettings:
 
 
 def versions_to_serve(numbered: Mapping[int, Path], settings: ModelSettings) -> dict[int, Path]:
-    """The versions to serve, including those that labels name."""
+    """Returns the versions to serve, including those that labels name."""
     match settings.versions:
         case "all":
             numbers = set(numbered)
@@ -413,12 +421,16 @@ def versions_to_serve(numbered: Mapping[int, Path], settings: ModelSettings) -> 
 
 
 def named_versions(settings: ModelSettings) -> set[int]:
-    """The versions that `config.yml` names, by number or by label."""
+    """Returns the versions that `config.yml` names, by number or by label."""
     return {*settings.labels.values(), *(settings.versions if isinstance(settings.versions, tuple) else ())}
 
 
 def check_repository(path: Path) -> None:
-    """Raises: BadInput: there is no such folder, or no bundle in it."""
+    """Checks that a repository contains a bundle.
+
+    Raises:
+        BadInput: there is no such folder, or no bundle in it.
+    """
     if not path.is_dir():
         raise BadInput(f"no such folder: `{path}`", hint="a folder of bundles: REPOSITORY/NAME/1/")
     here = [path, *(child for child in path.iterdir() if child.is_dir())]
@@ -427,14 +439,14 @@ def check_repository(path: Path) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Why a version or an ensemble is not ready."""
+    """Returns the reason why a version or an ensemble is not ready."""
     if isinstance(error, MemberNotReady):
         return error.message
     return error.what if isinstance(error, ArgosyError) else f"{type(error).__name__}: {complaint(error)}"
 
 
 def _is_ensemble(folder: Path) -> bool:
-    """Whether its config.yml has steps, or cannot be read: then it is shown with the reason."""
+    """Whether the config.yml of a folder has steps or cannot be read, so that the model is listed with the reason."""
     try:
         return read_model_settings(folder).ensemble is not None
     except UserError:
@@ -442,7 +454,7 @@ def _is_ensemble(folder: Path) -> bool:
 
 
 def _numbered(folder: Path) -> dict[int, Path]:
-    """Versions that have a manifest. Without one, a version is still being copied."""
+    """Returns the versions that have a manifest, by number. A version without one is still being copied."""
     if (folder / MANIFEST).is_file():
         return {1: folder}
     versions = {_number(child): child for child in folder.iterdir() if child.is_dir() and (child / MANIFEST).is_file()}
@@ -459,7 +471,7 @@ def _model_name(folder: Path) -> str:
 
 
 def _stamp(path: Path) -> Any:
-    """Tells whether a file was added, removed or changed."""
+    """Returns the times and sizes of all files of a folder, which change if a file is added, removed or changed."""
     files = sorted(file for file in path.rglob("*") if file.is_file())
     return [(str(file), (status := file.stat()).st_mtime_ns, status.st_size, status.st_ino) for file in files]
 

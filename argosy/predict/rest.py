@@ -1,4 +1,4 @@
-"""The Open Inference Protocol v2 over HTTP, with binary tensors and Triton's extensions; `predict.protocol` makes the responses.
+"""The Open Inference Protocol v2 over HTTP, with binary tensors and Triton's extensions. `predict.protocol` computes the responses.
 
 github.com/kserve/open-inference-protocol (specification/protocol/inference_rest.md).
 """
@@ -27,13 +27,13 @@ HEADER_LENGTH = "inference-header-content-length"
 
 
 class InferenceRoutes:
-    """Routes below /v2."""
+    """The routes below /v2."""
 
     def __init__(self, service: PredictService):
         self.service, self.protocol = service, InferenceProtocol(service)
 
     def routes(self) -> list[Route]:
-        """The routes, in an order in which the first match is right."""
+        """Returns the routes, in an order in which the first match is right."""
         get, post = ["GET"], ["POST"]
         model, version = "/v2/models/{model}", "/v2/models/{model}/versions/{version}"
         both = [(path + end, endpoint, methods) for path in (version, model) for end, endpoint, methods in (
@@ -95,7 +95,7 @@ class InferenceRoutes:
         return Json({})
 
     async def _body_fields(self, request: Request) -> dict[str, Any]:
-        """The object in a body, which may be absent."""
+        """Returns the JSON object in a body; empty if there is no body."""
         raw = await read_body(request, self.service.settings.limits)
         return parsed_object(bytes(raw)) if raw else {}
 
@@ -127,11 +127,11 @@ class InferenceRoutes:
         return _answer(head if name is None else head | {"id": name}, response)
 
     def _raw(self, request: Request, body: bytearray, *, is_image: bool) -> tuple[dict[str, Any], memoryview]:
-        """What a body says that is nothing but the bytes of the only input, and its tensors: one row, of one more open size at most;
-        one text; or one image file.
+        """Reads a body that consists only of the bytes of a model's only input: one row with at most one further open size, one text,
+        or one image file. Returns the fields of the request, and the bytes of the tensor.
 
         Args:
-            is_image: the body's type is that of an image; the answer is then JSON.
+            is_image: whether the content type of the body is that of an image. The answer is then JSON.
         """
         of, size = self._version(request).bundle.manifest.signature(), len(body)
         files = {step.input for step in of.preprocess if isinstance(step, DecodeImageStep)}
@@ -143,7 +143,7 @@ class InferenceRoutes:
             raise ApiError(f"a body without JSON is for models with one input; this one has {len(specs)}")
         (spec,) = specs
         if spec["datatype"] == TEXT:
-            # As the binary extension writes an element: its length, then its bytes.
+            # The form of an element in the binary extension: its length, then its bytes.
             data = memoryview(struct.pack("<I", size) + body)
             tensor = {"name": spec["name"], "datatype": TEXT, "shape": [1], "parameters": {"binary_data_size": len(data)}}
             return {"inputs": [tensor], "parameters": {"binary_data_output": not is_image}}, data
@@ -158,7 +158,7 @@ class InferenceRoutes:
 
 
 def _outputs(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The outputs that a body asks for."""
+    """Returns the outputs that a body asks for."""
     outputs = optional_field(fields, "outputs", list) or []
     if not all(isinstance(output, dict) and isinstance(output.get("name"), str) for output in outputs):
         raise ApiError("`outputs` is no list of objects with a name")
@@ -176,7 +176,7 @@ def _answer(head: dict[str, Any], response: InferResponse) -> Response:
             try:
                 datatype, shape, values = to_json(value)
             except BadInput as error:
-                # The request may ask for bytes, so it is no fault of the server.
+                # The request could have asked for bytes, so this is not an error of the server.
                 raise ApiError(f"`{name}`: {error.what} ({error.hint})") from None
             described.append({"name": name, "shape": shape, "datatype": datatype, "data": values})
     answer = Json(head | {"outputs": described})

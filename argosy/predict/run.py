@@ -1,4 +1,4 @@
-"""The process of a server of a repository."""
+"""Runs the HTTP and gRPC servers of a repository."""
 
 import socket
 from collections.abc import Callable
@@ -27,7 +27,7 @@ PUBLIC = ("/v2/health/live", "/v2/health/ready")
 
 
 def predict_app(service: PredictService) -> Starlette:
-    """The HTTP application with every protocol of the server."""
+    """Returns the HTTP application with every protocol of the server."""
 
     async def metrics(request: Request) -> Response:
         service.metrics.pending.clear()
@@ -59,7 +59,7 @@ def predict_app(service: PredictService) -> Starlette:
 class PredictServer(DrainingServer):
     """The HTTP server, and the gRPC server beside it.
 
-    grpc: has `start` and `stop`; None: there is no gRPC server.
+    grpc: the gRPC server, with methods `start` and `stop`. None if there is none.
     """
 
     grpc: Any = None
@@ -83,10 +83,13 @@ def serve_repository(
     stop: Callable[[], Any],
     ready: Callable[[], object],
 ) -> None:
-    """Serves until `stop()` is true, then drains. Calls `ready` as soon as the first request can be served.
+    """Serves until `stop()` is true, then drains.
 
     Args:
-        grpc: a socket bound to the address of gRPC; None: no gRPC.
+        listener: a socket that listens for HTTP.
+        grpc: a socket that is bound to the address of gRPC. None serves no gRPC.
+        stop: whether the server was asked to stop.
+        ready: called as soon as the first request can be served.
     """
     settings, service = repository.settings, PredictService(repository)
     tls = {"ssl_certfile": settings.tls_certificate, "ssl_keyfile": settings.tls_key}

@@ -1,4 +1,4 @@
-"""The calls that every protocol makes: they find a version, apply the limits, and are counted."""
+"""The calls of all protocols: finds a version, applies the limits, and counts the request."""
 
 import asyncio
 import time
@@ -19,8 +19,9 @@ class PredictService:
     """The repository behind a server.
 
     Args:
-        replicated: whether other replicas serve too. A request that changes the repository would then reach only one of them, and is
-            refused.
+        repository: the repository.
+        replicated: whether there are other replicas of the server. Requests that change the repository are then refused, because they
+            would reach only one replica.
     """
 
     def __init__(self, repository: Repository, *, replicated: bool = False):
@@ -29,7 +30,11 @@ class PredictService:
         self.draining = False
 
     def find(self, model: str, version: str | None = None, label: str | None = None) -> LoadedVersion:
-        """Raises: ApiError: there is no such version, or it is not ready."""
+        """Returns a version, as `Repository.find` does.
+
+        Raises:
+            ApiError: there is no such version, or it is not ready.
+        """
         try:
             return self.repository.find(model, version, label)
         except UnknownVersion as error:
@@ -47,13 +52,15 @@ class PredictService:
         """Calls a version. Returns the version and its result.
 
         Args:
-            request: the HTTP request; the call ends when its client disconnects. None: when its task is cancelled.
-            find: returns the requested version. It is called again if that version is unloaded meanwhile.
-            seconds: time limit, if shorter than the server's.
-            priority: as in `Batcher.call`.
+            request: the HTTP request. The call ends when its client disconnects. With None, it ends when its task is cancelled.
+            find: returns the requested version. It is called again if that version is unloaded in the meantime.
+            inputs: the inputs by name.
+            signature: the name of the signature. None stands for the default one.
+            seconds: the time limit, if it is shorter than that of the server.
+            priority: the priority level, as in `Batcher.call`.
 
         Raises:
-            ApiError: the inputs do not fit, too many rows wait, or it took too long.
+            ApiError: the inputs do not fit, too many rows wait, or the call took too long.
         """
         if self.draining:
             raise service_unavailable("the server is shutting down", "shutting_down")
@@ -73,7 +80,7 @@ class PredictService:
             raise
         except ArgosyError as error:
             self.metrics.failed(name, number, "OTHER")
-            # What is no fault of the request, such as a program that was altered after it was loaded, is the server's.
+            # Other errors, such as that of a program that was altered after it was loaded, are errors of the server.
             raise ApiError(input_error(error).message, status=400 if isinstance(error, BadInput) else 500) from None
         except (asyncio.CancelledError, ClientDisconnect):
             self.metrics.failed(name, number, "CANCELED")

@@ -1,4 +1,5 @@
-"""Settings of `argosy predict` and of each model in a repository. No jax here: mistakes are answered before it is imported."""
+"""The settings of `argosy predict` and of each model in a repository. This module does not import jax, so mistakes are reported at
+once."""
 
 from typing import Annotated, ClassVar, Literal, Self
 

@@ -1,8 +1,8 @@
 """TensorFlow Serving's REST API: status, metadata, `:predict` in rows and in columns, `:classify` and `:regress`.
 
-tensorflow.org/tfx/serving/api_rest. `instances` is a list of rows: values where the model has one input, else objects by input.
-`inputs` has whole columns. Responses have the same form: `predictions` or `outputs`, without names if there is one output. `examples`
-of `:classify` and `:regress` are rows by feature, with `context` for features that all rows share.
+tensorflow.org/tfx/serving/api_rest. `instances` is a list of rows: values if the model has one input, else objects by input. `inputs`
+has whole columns. Responses have the same form, `predictions` or `outputs`, without names if there is one output. `examples` of
+`:classify` and `:regress` are rows, objects by feature, and `context` has the features that all rows share.
 """
 
 import base64
@@ -35,13 +35,13 @@ TYPES = {"FP16": "DT_HALF", "FP32": "DT_FLOAT", "FP64": "DT_DOUBLE", "BF16": "DT
 
 
 class TensorFlowRoutes:
-    """Routes below /v1/models."""
+    """The routes below /v1/models."""
 
     def __init__(self, service: PredictService):
         self.service, self.repository = service, service.repository
 
     def routes(self) -> list[Route]:
-        """The routes, in an order in which the first match is right."""
+        """Returns the routes, in an order in which the first match is right."""
         routes = []
         for path in ("/v1/models/{model}/versions/{version}", "/v1/models/{model}/labels/{label}", "/v1/models/{model}"):
             routes.append(Route(path + ":predict", _plain_errors(self.predict), methods=["POST"]))
@@ -113,7 +113,7 @@ class TensorFlowRoutes:
         return Json({"result": scores[:, 0].tolist()})
 
     async def _examples(self, request: Request) -> tuple[BundleSignature, Mapping[str, Any]]:
-        """The signature that a request names, and its outputs for the examples."""
+        """Computes the examples of a request. Returns the signature and its outputs."""
         version = self._version(request)
         fields = parsed_object(bytes(await read_body(request, self.service.settings.limits)))
         if unknown := set(fields) - {"signature_name", "context", "examples"}:
@@ -128,7 +128,7 @@ class TensorFlowRoutes:
 
 
 def _signature(version: LoadedVersion, name: Any) -> tuple[BundleSignature, str | None]:
-    """The signature that a request names, and its name; None is the default."""
+    """Returns the signature that a request names, and its name, None for the default one."""
     name = None if name in (None, "", "serving_default") else str(name)[:64]
     try:
         return version.bundle.manifest.signature(name), name
@@ -137,13 +137,13 @@ def _signature(version: LoadedVersion, name: Any) -> tuple[BundleSignature, str 
 
 
 def _scores(of: BundleSignature, outputs: Mapping[str, Any]) -> tuple[str, np.ndarray]:
-    """The output with scores [rows, classes]: probabilities where the signature makes some.
+    """Returns the output with scores [rows, classes], and its name. Probabilities are preferred.
 
     Raises:
-        ApiError: there is none, or several.
+        ApiError: there is no such output, or there are several.
     """
     probabilities = [step.output for step in of.postprocess if isinstance(step, ProbabilitiesStep)]
-    # The numbers of a vector are no classes.
+    # The numbers of an embedding are not classes.
     names = probabilities or [s.name for s in of.outputs if len(s.shape) in (1, 2) and "float" in s.dtype and s.name != VECTOR]
     if len(names) != 1:
         raise ApiError("this signature has no single output of scores: send `:predict`")
@@ -154,7 +154,7 @@ def _scores(of: BundleSignature, outputs: Mapping[str, Any]) -> tuple[str, np.nd
 
 
 def _plain_errors(handler: Handler) -> Handler:
-    """Errors as {"error": message}."""
+    """Wraps a handler so that errors are sent as {"error": message}."""
 
     @functools.wraps(handler)
     async def route(request: Request) -> Response:
@@ -167,7 +167,7 @@ def _plain_errors(handler: Handler) -> Handler:
 
 
 def _columns(of: BundleSignature, instances: Any) -> dict[str, Any]:
-    """Rows as columns by input."""
+    """Converts rows to columns by input."""
     if not isinstance(instances, list) or not instances:
         raise ApiError("`instances` is no list of rows")
     names = [spec["name"] for spec in input_specs(of)]
@@ -182,14 +182,14 @@ def _columns(of: BundleSignature, instances: Any) -> dict[str, Any]:
 
 
 def _inputs_by_name(of: BundleSignature, inputs: Any) -> dict[str, Any]:
-    """Columns by input."""
+    """Returns the columns of a request by input."""
     if isinstance(inputs, dict) and "b64" not in inputs:
         return {name: _decoded(value) for name, value in inputs.items()}
     return {input_specs(of)[0]["name"]: _decoded(inputs)}
 
 
 def _decoded(value: Any) -> Any:
-    """A value whose bytes in base64 are a text, or a file."""
+    """Decodes base64 in a value, {"b64": ...}, to a text, or to the bytes of a file."""
     if isinstance(value, dict):
         if set(value) != {"b64"} or not isinstance(value["b64"], str):
             raise ApiError('a value is no number, text, list or {"b64": ...}')
@@ -203,7 +203,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _listed(name: str, value: Any) -> list[Any]:
-    """An output as nested lists."""
+    """Converts an output to nested lists."""
     try:
         kind, shape, flat = to_json(value)
     except BadInput as error:

@@ -1,7 +1,8 @@
 """Converts tensors of the Open Inference Protocol v2, as JSON or bytes, to arrays and back.
 
-JSON: {"name", "shape", "datatype", "data"}, the numbers flat or nested. Bytes: little-endian and row by row, after a JSON header whose
-length `Inference-Header-Content-Length` gives; a text has its length in four bytes before it (the binary tensor data extension).
+In JSON, a tensor is {"name", "shape", "datatype", "data"}, with flat or nested numbers. In the binary tensor data extension, numbers
+are little-endian bytes, row by row, after a JSON header of `Inference-Header-Content-Length` bytes. A text follows its length in four
+bytes.
 """
 
 import math
@@ -27,34 +28,34 @@ TEXT = "BYTES"
 # The type of texts in signatures of ensembles.
 TEXTS = "text"
 NAMES = {dtype: name for name, dtype in DATATYPES.items()}
-# Axes of a tensor, and numbers of one.
+# The most axes of a tensor, and the most numbers.
 MOST_AXES, MOST_NUMBERS = 16, 1 << 31
 
 
 def datatype_of(dtype: str | np.dtype) -> str:
-    """The protocol's name of a type. Types without a name are sent as FP32."""
+    """Returns the protocol's name of a type. Types without a name are sent as FP32."""
     return TEXT if dtype == TEXTS else NAMES.get(np.dtype(getattr(ml_dtypes, str(dtype), dtype)), "FP32")
 
 
 def checked_shape(name: str, shape: Any) -> tuple[int, ...]:
-    """The shape of an input, checked.
+    """Checks the shape of an input. Returns it as a tuple.
 
     Raises:
-        BadInput: it is no list of sizes.
+        BadInput: the shape is not a list of sizes, or has too many numbers.
     """
     if not isinstance(shape, list | tuple) or len(shape) > MOST_AXES or not all(type(n) is int and n >= 0 for n in shape):
         raise BadInput(f"input `{name}`: shape is no list of sizes")
-    # A size of 0 leaves no numbers, and numpy still refuses the others above its own limit.
+    # With a size of 0 there are no numbers, but numpy still refuses other sizes above its own limit.
     if math.prod(max(n, 1) for n in shape) > MOST_NUMBERS:
         raise BadInput(f"input `{name}`: shape {list(shape)} has too many numbers")
     return tuple(shape)
 
 
 def from_json(name: str, shape: tuple[int, ...], datatype: str, data: Any) -> np.ndarray | list[str]:
-    """An input whose data is JSON; texts as a list of str.
+    """Converts the JSON data of an input to an array, or to a list of texts.
 
     Raises:
-        BadInput: the data has another size or type.
+        BadInput: the data have another size or type.
     """
     if datatype == TEXT:
         texts = _flat(name, data, shape)
@@ -84,10 +85,10 @@ def from_json(name: str, shape: tuple[int, ...], datatype: str, data: Any) -> np
 
 
 def from_bytes(name: str, shape: tuple[int, ...], datatype: str, data: bytes | memoryview) -> np.ndarray | list[str | bytes]:
-    """An input whose data is bytes. Arrays are read-only views of them.
+    """Converts the bytes of an input to an array, which is a read-only view of the bytes, or to a list of texts.
 
     Raises:
-        BadInput: the data has another size.
+        BadInput: the data have another size.
     """
     if datatype == TEXT:
         texts: list[str | bytes] = []
@@ -109,7 +110,8 @@ def from_bytes(name: str, shape: tuple[int, ...], datatype: str, data: bytes | m
 
 
 def text_or_file(data: bytes) -> str | bytes:
-    """A value of a tensor of BYTES: a text, or bytes that are none, such as an image file. Steps that read texts refuse these."""
+    """Decodes a value of a BYTES tensor to a text. Bytes that are not UTF-8, such as an image file, stay bytes, which steps that read
+    texts refuse."""
     try:
         return str(data, "utf-8")
     except UnicodeDecodeError:
@@ -122,7 +124,7 @@ def holds_texts(value: Any) -> bool:
 
 
 def to_bytes(value: np.ndarray | Sequence[str]) -> tuple[str, list[int], bytes]:
-    """The datatype, shape and bytes of an output."""
+    """Converts an output to its datatype, shape and bytes."""
     if holds_texts(value):
         raw = [text.encode("utf-8", "replace") for text in np.asarray(value, object).ravel()]
         return TEXT, list(np.shape(value)), b"".join(struct.pack("<I", len(text)) + text for text in raw)
@@ -131,10 +133,10 @@ def to_bytes(value: np.ndarray | Sequence[str]) -> tuple[str, list[int], bytes]:
 
 
 def to_json(value: np.ndarray | Sequence[str]) -> tuple[str, list[int], list[Any]]:
-    """The datatype, shape and flat data of an output.
+    """Converts an output to its datatype, shape and flat data.
 
     Raises:
-        BadInput: it contains NaN or an infinity, for which JSON has no number.
+        BadInput: the output contains NaN or an infinity, which JSON cannot express.
     """
     if holds_texts(value):
         return TEXT, list(np.shape(value)), np.asarray(value, object).ravel().tolist()
@@ -152,19 +154,23 @@ def _sendable(array: np.ndarray) -> np.ndarray:
 
 
 def checked_datatype(name: str, datatype: str) -> np.dtype:
-    """Raises: BadInput: the protocol has no such type of numbers."""
+    """Returns the type of a datatype.
+
+    Raises:
+        BadInput: the protocol has no such type of numbers.
+    """
     if datatype not in DATATYPES:
         raise BadInput(f"input `{name}`: unknown datatype `{datatype[:32]}`", hint=", ".join([*DATATYPES, TEXT]))
     return DATATYPES[datatype]
 
 
 def _flat(name: str, data: Any, shape: tuple[int, ...]) -> list[Any]:
-    """Nested lists as one. Where they are as deep as a shape, they have its sizes."""
+    """Flattens nested lists. If they are as deep as the shape, their sizes must be those of the shape."""
     if not isinstance(data, list):
         raise BadInput("`data` is no list")
     sizes = [len(data)]
     for _ in range(MOST_AXES):
-        # Values of JSON have plain types, and a set of them takes a fifth of the time of looking at each.
+        # Values of JSON have plain types, and a set of the types takes a fifth of the time of checking each value.
         if list not in (types := set(map(type, data))):
             if len(sizes) > 1 and len(sizes) == len(shape) and tuple(sizes) != shape:
                 raise BadInput(f"input `{name}` has shape {list(shape)}, and its data {sizes}")
@@ -190,7 +196,7 @@ def _check_size(name: str, shape: tuple[int, ...], count: int) -> None:
 
 
 def read_tensors(inputs: Any, binary: memoryview) -> dict[str, Any]:
-    """The inputs of a request by name.
+    """Reads the inputs of a request by name.
 
     Args:
         inputs: the request's list of inputs.

@@ -1,1 +1,1 @@
-"""The Open Inference Protocol over gRPC. `inference.proto` is also what clients in other languages are made from."""
+"""The Open Inference Protocol over gRPC. Clients in other languages can be generated from `inference.proto`."""

@@ -1,7 +1,7 @@
 """Converts tensors and parameters of gRPC messages to arrays, and back.
 
 A request has its numbers either as bytes in `raw_input_contents`, one entry per input, or as typed lists in the inputs' `contents`.
-Results are always bytes, as Triton's are: typed lists cost a Python object for each number.
+Results are always bytes, as in Triton, because typed lists cost a Python object for each number.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from argosy.predict.grpc.proto_text import ProtoFile, read_proto
 from argosy.predict.protocol import InferRequest, InferResponse
 from argosy.predict.tensors import DATATYPES, TEXT, checked_datatype, checked_shape, from_bytes, text_or_file, to_bytes
 
-# The list that holds numbers of a type. FP16 and BF16 have none.
+# The field with the numbers of each type. FP16 and BF16 have none.
 CONTENTS = {
     "BOOL": "bool_contents",
     **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
@@ -43,7 +43,7 @@ def read_request(message: Any) -> InferRequest:
     """Parses a `ModelInferRequest`.
 
     Raises:
-        BadInput: two inputs have one name, or data does not fit its input.
+        BadInput: two inputs have the same name, or data does not fit its input.
     """
     raw, inputs, arrays = message.raw_input_contents, [], {}
     if raw and len(raw) != len(message.inputs):
@@ -64,7 +64,7 @@ def read_request(message: Any) -> InferRequest:
 
 
 def _of_contents(name: str, shape: tuple[int, ...], tensor: Any) -> np.ndarray | list[str | bytes]:
-    """An input whose numbers are a typed list."""
+    """Converts an input whose numbers are a typed list."""
     field, datatype = CONTENTS.get(tensor.datatype), tensor.datatype
     if field is None:
         checked_datatype(name, datatype)
@@ -86,7 +86,7 @@ def _of_contents(name: str, shape: tuple[int, ...], tensor: Any) -> np.ndarray |
 
 
 def parameters_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters by name; one that is empty is None."""
+    """Returns the values of parameters by name, None for an empty one."""
     values = {}
     for name, parameter in parameters.items():
         field = parameter.WhichOneof("parameter_choice")

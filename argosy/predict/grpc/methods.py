@@ -1,4 +1,4 @@
-"""The methods of the gRPC services: they convert messages to requests of `predict.protocol`, and its replies to messages."""
+"""The methods of the gRPC services, which convert messages to requests of `predict.protocol` and its replies to messages."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,12 +13,12 @@ from argosy.predict.repository import LoadedVersion
 from argosy.predict.service import PredictService
 from argosy.web.errors import ApiError, input_error
 
-# How often `Watch` looks.
+# The seconds between two looks of `Watch`.
 WATCH_S = 0.25
 
 
 class InferenceMethods:
-    """Methods by name. Each takes a request and its call, and returns a response or raises `ApiError`."""
+    """The methods by name. Each takes a request and its call, and returns a response or raises `ApiError`."""
 
     def __init__(self, service: PredictService):
         self.service, self.protocol = service, InferenceProtocol(service)
@@ -105,7 +105,7 @@ class InferenceMethods:
         return write_response(response, request.id)
 
     async def infer_of_stream(self, request: Any, call: Any) -> Any:
-        """The response to one request of a stream. An error becomes a message, and the stream goes on."""
+        """Returns the response to one request of a stream. An error is sent as a message, and the stream goes on."""
         message = self.messages["ModelStreamInferResponse"]()
         try:
             message.infer_response.CopyFrom(await self.infer(request, call))
@@ -122,7 +122,8 @@ class InferenceMethods:
         return self._status()
 
     async def watch(self, request: Any) -> AsyncIterator[Any]:
-        """The status, then every change of it. It ends when the server drains, since draining would wait for it."""
+        """Yields the status of a service, and then every change of it. Ends when the server drains, because draining would otherwise
+        wait for this call."""
         last = None
         while True:
             is_known = request.service in ("", inference_proto().service)

@@ -1,8 +1,8 @@
 """Reads a .proto file and builds its message classes, without a compiler or generated code.
 
-It reads the part of proto3 that the files beside it use: messages and enums, nested ones too, `repeated`, `map`, `oneof`, services; no
-imports, options, comments in /* */ or reserved numbers. Every file gets a pool of its own, so that a process may also have generated
-classes of the same protocol.
+It supports the part of proto3 that the files in this folder use: messages and enums (also nested), `repeated`, `map`, `oneof` and
+services. It does not support imports, options, comments in /* */ or reserved numbers. Every file gets a descriptor pool of its own, so
+that a process may also have generated classes of the same protocol.
 """
 
 import re
@@ -25,8 +25,8 @@ SCALARS = {
 class ProtoMethod:
     """A method of a service.
 
-    request, response: message classes.
-    client_streams, server_streams: whether that side sends a stream.
+    request, response: the message classes.
+    client_streams, server_streams: whether the client and the server send a stream.
     """
 
     request: Any
@@ -39,9 +39,9 @@ class ProtoMethod:
 class ProtoFile:
     """The contents of a .proto file.
 
-    messages: message classes by name; nested ones by `Outer.Inner`.
-    service: full name of the service.
-    methods: its methods by name.
+    messages: the message classes by name, nested ones as `Outer.Inner`.
+    service: the full name of the service.
+    methods: the methods of the service by name.
     """
 
     messages: Mapping[str, Any]
@@ -50,7 +50,7 @@ class ProtoFile:
 
 
 def read_proto(path: Path) -> ProtoFile:
-    """The classes and the service of a file."""
+    """Reads a file and builds the classes of its messages."""
     descriptor = _Parser(path.read_text(encoding="utf-8"), path.name).file()
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(descriptor.SerializeToString())
@@ -72,7 +72,7 @@ def read_proto(path: Path) -> ProtoFile:
 
 
 class _Parser:
-    """Tokens to descriptors, by recursive descent."""
+    """Converts tokens to descriptors, by recursive descent."""
 
     def __init__(self, text: str, name: str):
         self.tokens = TOKEN.findall(re.sub(r"//.*", "", text))
@@ -84,13 +84,13 @@ class _Parser:
         return self.tokens[self.at - 1]
 
     def skip(self, *expected: str) -> None:
-        """Takes tokens that must be these."""
+        """Consumes the next tokens, which must be the expected ones."""
         if (tokens := self.tokens[self.at : self.at + len(expected)]) != list(expected):
             raise ValueError(f"{self.descriptor.name}: {' '.join(tokens)} in place of {' '.join(expected)}")
         self.at += len(expected)
 
     def is_next(self, token: str) -> bool:
-        """Whether the next token is this one, which is then taken."""
+        """Consumes the next token if it is this one, and returns whether it was."""
         if self.tokens[self.at] == token:
             self.at += 1
             return True
@@ -157,7 +157,7 @@ class _Parser:
         self.typed(field, kind)
 
     def typed(self, field: Any, kind: str) -> None:
-        """The type of a field. Whether a name is that of a message or an enum is left to the pool, which looks it up."""
+        """Sets the type of a field. The descriptor pool later finds out whether a name is that of a message or an enum."""
         if kind in SCALARS:
             field.type = SCALARS[kind]
         else:

@@ -1,7 +1,7 @@
 """The gRPC server, in the event loop of the HTTP server.
 
-Each method is registered as one that takes a stream, which is the same on the wire: a client that sends half a request is then dropped
-after `limits.upload_seconds`, and one that sends no message of the protocol gets INVALID_ARGUMENT.
+Each method is registered as one that takes a stream, which is the same on the wire. So a client that sends half a request is dropped
+after `limits.upload_seconds`, and a client that sends something else than a message of the protocol gets INVALID_ARGUMENT.
 """
 
 import asyncio
@@ -36,9 +36,9 @@ CODES = {
 }
 # Probes send no key.
 PUBLIC = ("ServerLive", "ServerReady", "Check", "Watch")
-# Error messages travel as headers, of which clients take 8 kB.
+# Error messages are sent as headers, of which clients accept 8 kB.
 MOST_DETAILS = 2000
-# Requests of a stream that are computed at the same time.
+# The number of requests of a stream that are computed at the same time.
 STREAM_REQUESTS = 64
 KEEPALIVE_MS = 75_000
 
@@ -46,10 +46,11 @@ Unary = Callable[[Any, Any], Awaitable[Any]]
 
 
 class GrpcServer:
-    """The protocol's service and gRPC's health service.
+    """Serves the Open Inference Protocol and gRPC's health service.
 
     Args:
-        reserved: a socket bound to the address, which reserves it until the server starts.
+        service: the calls of the protocol.
+        reserved: a socket that is bound to the address and reserves it until the server starts.
     """
 
     def __init__(self, service: PredictService, reserved: socket.socket):
@@ -83,7 +84,7 @@ class GrpcServer:
         self._server = server
 
     async def stop(self, seconds: float) -> None:
-        """Accepts no more calls, and ends running ones after `seconds`."""
+        """Accepts no more calls, and ends running calls after `seconds`."""
         if self._server is not None:
             await self._server.stop(seconds)
 
@@ -125,7 +126,7 @@ class GrpcServer:
         return call
 
     def _stream(self, name: str, method: ProtoMethod, work: Unary) -> Any:
-        """Requests of a stream are computed side by side, and answered in their order."""
+        """Returns the handler of a stream, whose requests are computed concurrently and answered in their order."""
 
         async def call(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
             running: asyncio.Queue[asyncio.Task[Any] | Exception | None] = asyncio.Queue(STREAM_REQUESTS)
@@ -162,7 +163,11 @@ class GrpcServer:
         return call
 
     def _check_key(self, name: str, context: Any) -> None:
-        """Raises: ApiError: the metadata does not hold the key."""
+        """Checks the API key.
+
+        Raises:
+            ApiError: the metadata of the call do not contain the key.
+        """
         if self._key is None or name in PUBLIC:
             return
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
@@ -170,7 +175,7 @@ class GrpcServer:
             raise ApiError("wrong or missing API key", status=401)
 
     async def _first(self, requests: AsyncIterator[bytes], method: ProtoMethod) -> Any:
-        """The request of a method that takes one."""
+        """Returns the request of a method that takes a single one."""
         seconds = self.settings.limits.upload_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -189,7 +194,7 @@ def _parsed(raw: bytes, method: ProtoMethod) -> Any:
 
 
 async def _abort(context: Any, error: Exception) -> None:
-    """Ends a call with the code of an error. Of an unexpected one, only stderr learns more."""
+    """Ends a call with the code of an error. The details of an unexpected error are only written to stderr."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if not isinstance(error, ApiError):

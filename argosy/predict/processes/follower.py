@@ -1,7 +1,7 @@
 """A process that follows the leader of a server (`predict.processes.leader`).
 
-Programs run in this thread, in the order of their messages. Bundles are opened, compiled and closed in another one, so that batches of
-those that answer already go on meanwhile.
+Programs run in the calling thread, in the order of the leader's messages. Bundles are opened, compiled and closed in another thread, so
+that batches of other bundles go on.
 """
 
 import json
@@ -26,11 +26,11 @@ LOOK_S = 0.25
 
 
 class LeaderLost(Exception):
-    """The leader ended without a word."""
+    """The leader ended without sending `end`."""
 
 
 def leader_connection(address: Mapping[str, Any], rank: int) -> socket.socket:
-    """A connection to the leader."""
+    """Connects to the leader. `address`: the `ProcessListener.address` of the leader."""
     connection = socket.create_connection((address["host"], address["port"]))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     Channel(connection.fileno()).send(json.dumps({"token": address["token"], "rank": rank}).encode())
@@ -38,12 +38,12 @@ def leader_connection(address: Mapping[str, Any], rank: int) -> socket.socket:
 
 
 class ProcessFollower:
-    """What this process has open for the leader.
+    """Follows the leader: opens bundles and runs programs as it says.
 
     Args:
         connection: a connection to the leader.
-        stop: the exit code for which this process was asked to stop; 0: it was not. The leader is told, and decides.
-        say: called with what a bundle says when it is opened.
+        stop: returns the exit code if this process was asked to stop, else 0. The leader is told, and decides.
+        say: called with the messages of bundles that are opened.
     """
 
     def __init__(self, connection: socket.socket, stop: Callable[[], int], say: Say):
@@ -55,8 +55,8 @@ class ProcessFollower:
         """Follows until the leader ends this process. Returns the exit code.
 
         Raises:
-            LeaderLost: the leader ended without a word.
-            Exception: a program failed. The other processes wait for it, so this one cannot go on.
+            LeaderLost: the leader ended without sending `end`.
+            Exception: a program failed. This process cannot go on, because the others wait for the program.
         """
         reported = False
         with ThreadPoolExecutor(1, "loads models") as loader, self._connection:
@@ -79,7 +79,7 @@ class ProcessFollower:
                         loader.submit(self._load, head)
 
     def _run(self, head: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-        """Takes part in a batch. The leader has the outputs: here they stay on the devices."""
+        """Takes part in a batch. The outputs stay on the devices, because the leader reads them."""
         bundle = self.bundles[head["bundle"]]
         of = bundle.manifest.signature(head["signature"])
         program = next(program for program in of.programs if program.file == head["program"])
@@ -100,11 +100,11 @@ class ProcessFollower:
                 case "close" if (bundle := self.bundles.pop(head["bundle"], None)) is not None:
                     bundle.close()
         except Exception as error:
-            # The leader says why a version is not loaded; the others go on.
+            # The leader reports why a version is not loaded, and other versions go on.
             answer["failed"] = error.what if isinstance(error, ArgosyError) else f"{type(error).__name__}: {complaint(error)}"
         self._say(answer)
 
     def _say(self, head: Mapping[str, Any]) -> None:
-        # The main thread notices where the leader is gone.
+        # The main thread notices if the leader has ended.
         with self._sending, suppress(OSError):
             self._channel.send(packed_message(head))

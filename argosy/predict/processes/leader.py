@@ -1,17 +1,17 @@
-"""The leader of the processes of a server: tells the others what to do, and notices when one of them ends.
+"""The leader of the processes of a server, which sends messages to the followers and notices when one of them ends.
 
-    message    what a follower does                                       it answers
-    open       opens a bundle                                             with the bundle's digest, or why it cannot
-    load       reads its programs, and its share of the weights           when it is done, or why it cannot
-    compile    compiles programs of these sizes                           when it is done, or why it cannot
-    run        calls a program, in the order of these messages            nothing: the program itself waits for all processes
-    close      releases a bundle                                          when it is done
-    end        ends with this exit code
+    message    what a follower does                                       its answer
+    open       opens a bundle                                             the digest of the bundle, or an error
+    load       reads the programs and its shards of the weights           done, or an error
+    compile    compiles programs of these sizes                           done, or an error
+    run        calls a program, in the order of these messages            none, because the program itself waits for all processes
+    close      releases a bundle                                          done
+    end        ends with this exit code                                   none
 
-Batches are computed one at a time, each from its message to its outputs. Bundles are opened and compiled meanwhile.
+Batches are computed one at a time, each from its message to its outputs. At the same time, bundles may be opened and compiled.
 
-Whatever can be wrong with a bundle's files is found by `open` and `load`, on which all processes agree before the next message. A batch
-reads no file: if one process alone failed there, the others would wait for it for ever, and all would have to end.
+`open` and `load` find everything that may be wrong with the files of a bundle, and all processes agree on the result before the next
+message. Batches read no files. If one process alone failed in a batch, the others would wait for ever, and all would have to end.
 """
 
 import hmac
@@ -39,16 +39,16 @@ from argosy.export.manifest import BundleProgram, BundleSignature, bundle_digest
 from argosy.ops.programs.store import ProgramStore
 from argosy.predict.processes.messages import packed_message, unpacked_message
 
-# How long followers have to connect, and a stranger to say who it is.
+# The seconds that followers have to connect, and that a new connection has to send the token.
 CONNECT_S, HELLO_S = 300.0, 5.0
 WATCH_S = 0.5
 
 
 class ProcessListener:
-    """The address at which followers find their leader.
+    """The socket on which the leader waits for its followers.
 
     Args:
-        host: the address of this process that the others reach.
+        host: the address at which the other processes reach this one.
     """
 
     def __init__(self, host: str):
@@ -59,14 +59,14 @@ class ProcessListener:
 
     @property
     def address(self) -> dict[str, Any]:
-        """What a follower needs to connect, as JSON."""
+        """The JSON object with which a follower connects: host, port and token."""
         return {"host": self.host, "port": self.port, "token": self.token}
 
     def accept(self, followers: int) -> dict[int, socket.socket]:
-        """Waits for all followers. Returns their connections by rank. A stranger, who does not know the token, is turned away.
+        """Waits for all followers. Returns their connections by rank. Connections without the token are closed.
 
         Raises:
-            ArgosyError: not all of them come.
+            ArgosyError: not all followers connect in time.
         """
         connections, until = dict[int, socket.socket](), time.monotonic() + CONNECT_S
         with self.socket as listener:
@@ -82,7 +82,7 @@ class ProcessListener:
                     is_known = hmac.compare_digest(hello["token"], self.token)
                     rank = int(hello["rank"]) if is_known else 0
                 except Exception:
-                    # Whatever a stranger sends.
+                    # An unknown peer may send anything.
                     is_known, rank = False, 0
                 if not is_known or rank in connections or not 1 <= rank <= followers:
                     connection.close()
@@ -93,13 +93,13 @@ class ProcessListener:
 
 
 class ProcessLeader:
-    """The followers of this process.
+    """Sends messages to the followers of this process.
 
     Args:
-        connections: a connection to each, by rank.
-        lost: called in another thread with the rank of a follower that ended, or with 0 where this process alone failed in a batch.
+        connections: the connection to each follower, by rank.
+        lost: called in another thread with the rank of a follower that ended, or with 0 if this process alone failed in a batch.
 
-    asked: the exit code for which a follower was asked to stop; 0 while none was.
+    asked: the exit code with which a follower was asked to stop, 0 if none was.
     """
 
     def __init__(self, connections: Mapping[int, socket.socket], lost: Callable[[int], object]):
@@ -114,12 +114,12 @@ class ProcessLeader:
     # ---------------------------------------------------------------- bundles
 
     def open(self, path: Path, *, key: str | None, say: Say) -> "FollowedBundle":
-        """Opens a bundle in all processes, with its weights on their devices. Arguments and errors are those of `Bundle.open` and
-        `Bundle.load`. After an error no process has it.
+        """Opens a bundle in all processes, with its weights on their devices. Other arguments and errors are those of `Bundle.open` and
+        `Bundle.load`. After an error no process has the bundle open.
 
         Raises:
-            FailedElsewhere: another process cannot open it, or has another one at its path: it may see the files later.
-            ArgosyError: another process cannot load it.
+            FailedElsewhere: another process cannot open the bundle, or finds another bundle at its path. It may see the files later.
+            ArgosyError: another process cannot load the bundle.
         """
         number, bundle = next(self._numbers), None
         answers = self._tell({"do": "open", "bundle": number, "path": str(path.absolute()), "key": key})
@@ -140,18 +140,20 @@ class ProcessLeader:
         return bundle
 
     def compile(self, bundle: int, sizes: Mapping[str, Iterable[Mapping[str, int]]], work: Callable[[], int]) -> int:
-        """Does the leader's part of compiling while followers do theirs."""
+        """Compiles in all processes. `work`: compiles in this process, and returns the number of programs."""
         answers = self._tell({"do": "compile", "bundle": bundle, "sizes": sizes})
         done = work()
         self._waited(answers, ArgosyError)
         return done
 
     def run(self, head: Mapping[str, Any], arrays: Mapping[str, np.ndarray], work: Callable[[], Any]) -> Any:
-        """Does the leader's part of a batch while followers do theirs. If the leader alone fails, all processes end: the others would
-        take its next batch for this one.
+        """Runs a batch in all processes. If the leader alone fails, all processes end, because the others would take its next batch for
+        this one.
 
         Args:
-            head: the bundle's number, the signature and the program.
+            head: the number of the bundle, the signature and the program.
+            arrays: the inputs of the program.
+            work: runs the program in this process.
         """
         with self._running:
             self._send(packed_message({"do": "run", **head}, arrays))
@@ -177,7 +179,7 @@ class ProcessLeader:
     # ---------------------------------------------------------------- messages
 
     def _tell(self, head: dict[str, Any]) -> dict[int, "Future[dict[str, Any]]"]:
-        """Sends what each follower answers. Returns their answers by rank."""
+        """Sends a message that each follower answers. Returns the futures of the answers by rank."""
         number = next(self._numbers)
         answers = {rank: Future[dict[str, Any]]() for rank in self._channels}
         self._answers |= {(rank, number): answer for rank, answer in answers.items()}
@@ -192,10 +194,10 @@ class ProcessLeader:
     def _waited(
         self, answers: Mapping[int, "Future[dict[str, Any]]"], error: type[ArgosyError] = FailedElsewhere
     ) -> dict[int, dict[str, Any]]:
-        """The answers of all followers.
+        """Waits for the answers of all followers. Returns them by rank.
 
         Raises:
-            ArgosyError: one of them could not do it; of the class `error`.
+            ArgosyError: a follower failed. The error is of the class `error`.
         """
         replies = {rank: answer.result() for rank, answer in answers.items()}
         for rank, reply in replies.items():
@@ -204,7 +206,7 @@ class ProcessLeader:
         return replies
 
     def _watch(self) -> None:
-        """Reads what followers say, until they or this server end."""
+        """Reads the messages of followers, until they or this server end."""
         channels = dict(self._channels)
         while channels and not (self._ended.is_set()):
             readable, _, _ = select.select([*channels.values()], [], [], WATCH_S)
@@ -227,7 +229,7 @@ class ProcessLeader:
 
 
 class FollowedBundle(Bundle):
-    """A bundle that is open in all processes of a server: what it computes, all of them compute."""
+    """A bundle that is open in all processes of a server, which all take part in its computations."""
 
     number: int
     leader: ProcessLeader

@@ -14,8 +14,8 @@ HEAD_BYTES = 8
 class ProcessMessage(NamedTuple):
     """A message.
 
-    head: what it says.
-    arrays: arrays by name.
+    head: the JSON object.
+    arrays: the arrays by name.
     """
 
     head: dict[str, Any]
@@ -23,7 +23,7 @@ class ProcessMessage(NamedTuple):
 
 
 def packed_message(head: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> bytes:
-    """A message as bytes."""
+    """Converts a message to bytes."""
     arrays = arrays or {}
     listed = [[name, str(a.dtype), list(a.shape)] for name, a in arrays.items()]
     text = json.dumps({"head": dict(head), "arrays": listed}).encode()
@@ -31,7 +31,7 @@ def packed_message(head: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | N
 
 
 def unpacked_message(data: bytes) -> ProcessMessage:
-    """The message of these bytes. Its arrays are views of them."""
+    """Parses the bytes of a message. Its arrays are views of the bytes."""
     at = HEAD_BYTES + int.from_bytes(data[:HEAD_BYTES], "little")
     content, arrays = json.loads(data[HEAD_BYTES:at]), {}
     for name, kind, shape in content["arrays"]:
