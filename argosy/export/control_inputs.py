@@ -1,4 +1,4 @@
-"""The names of the inputs for ControlNets, for code that writes bundles (`export.control`) and code that calls them."""
+"""Names of what a bundle with ControlNets takes for them, by whoever writes bundles and whoever calls them (`export.control`)."""
 
 from argosy.export.manifest import BundleSignature
 
@@ -6,11 +6,11 @@ IMAGE, FILE, SCALE, MODE = "control_image", "control_image_file", "control_scale
 
 
 def control_suffixes(count: int) -> list[str]:
-    """Returns the suffixes of the input names of this many ControlNets, in their order."""
+    """The ends of the names of so many ControlNets' inputs, in their order."""
     return [f"_{i + 1}" if i else "" for i in range(count)]
 
 
-def suffixes_in(of: BundleSignature) -> list[str]:
-    """Returns the suffixes of the input names of a signature's ControlNets; empty if it has none."""
-    names = {spec.name for spec in of.inputs}
+def suffixes_in(signature: BundleSignature) -> list[str]:
+    """The ends of the names of a signature's ControlNets; empty: it has none."""
+    names = {spec.name for spec in signature.inputs}
     return [end for end in control_suffixes(len(names)) if f"{IMAGE}{end}" in names]
