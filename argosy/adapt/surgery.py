@@ -50,7 +50,8 @@ def find(model: nnx.Module, where: str, of: type | tuple[type, ...] = Contractio
 
 
 def find_parts(model: nnx.Module, where: str) -> list[str]:
-    """Returns the names of the modules of any type that contain weights and match, such as "embed", "norm" or "layers.3.attn_norm".
+    """Returns the names of the modules that match the pattern `where`, such as "embed", "norm" or "layers.3.attn_norm". Modules of
+    any type count, if they contain weights.
     Only the outermost modules are returned.
 
     Raises:

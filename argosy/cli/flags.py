@@ -23,9 +23,9 @@ class Flags:
     command: its name.
     known: the names of its settings.
     settings: flag -> our setting.
-    switches: flag without a value -> words.
+    switches: flag without a value -> the `key=value` arguments that replace it.
     choices: flag -> value -> words.
-    several: flags of `settings` that take any number of values, which become one.
+    several: flags of `settings` that take several values. The values are joined with spaces into one.
     objects: flag with a JSON object -> our group of settings, and vLLM's keys -> ours.
     named: flag with values such as `name=path` -> our setting, which is a map.
     answers: flag without a meaning here -> what to do instead.

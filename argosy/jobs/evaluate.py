@@ -25,7 +25,8 @@ Others = Mapping[str, Sequence[RowScores]]
 
 
 def prepare_tasks(model: str, settings: EvalSettings) -> tuple[list[PlannedTask], Others]:
-    """The tasks with their rows and enough examples, and the rows to compare with.
+    """Loads the tasks with their rows, and checks that there are enough few-shot examples for every row. Also returns the per-row
+    scores in the file `against`, by task; empty if it is not set.
 
     Raises:
         UserError: there is no such model, task or file, or a file holds something else.

@@ -83,9 +83,8 @@ class Activations:
         return WholeNumbers(format.bits, math.prod(counts)) if block_counts(sizes, counts) == counts else None
 
     def static_scale(self, largest: float) -> Float[np.ndarray, ""]:
-        """Returns the scale that maps the largest magnitude to the largest element. If all calibration data was zero, returns 1, so
-        that activations are rounded to integers.
-        """
+        """Returns the scale that maps the largest magnitude in the calibration data to the largest value of the number format. If all
+        calibration data was zero, returns 1, so that activations are rounded to integers."""
         scale = np.float32(largest) / np.float32(FORMATS[self.format].largest)
         return np.asarray(scale if scale >= TINY else 1.0, np.float32)
 

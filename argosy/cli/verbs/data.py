@@ -70,7 +70,7 @@ def inspect(
     rows: Annotated[int, typer.Option("--rows", min=1, help="rows of the batch to show")] = 2,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
-    """Shows the first rows that a model will see, and which tokens count in the loss: green, or outside ⟦ ⟧."""
+    """Shows the first rows that a model will see. Tokens that count in the loss are green; without color, the others are in ⟦ ⟧."""
     from argosy.jobs import data as job
 
     text, document = job.inspect(recipe, words or [], rows, can_color(sys.stdout), say)

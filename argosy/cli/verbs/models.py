@@ -45,7 +45,7 @@ def show(
     words: Annotated[list[str] | None, typer.Argument(metavar="[context=TOKENS]", show_default=False)] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
-    """Shows the block of a model, its sizes, parameters, FLOPs and memory, and the recipes that use it."""
+    """Shows a model: the structure of its block, its sizes, parameters, FLOPs and memory, and the recipes that use the model."""
     settings = read_settings(Show, words_layer(words or [])).value
     from argosy.jobs.models import describe
 

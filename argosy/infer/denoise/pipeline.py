@@ -414,7 +414,7 @@ class ImagePipeline:
         return control_of([net.config for net in nets], images, scales, guess_mode, modes)
 
     def warm_up(self, batch: int, step_cache: float | None = None) -> None:
-        """Compiles the programs that draw a batch of `batch` images of the default size, step by step."""
+        """Compiles the programs that generate `batch` images of the default size with one call per sampling step."""
         height, width = (side // self.factor for side in self.defaults.size)
         null, scale = self.prompts.null(batch), np.full(batch, self.defaults.guidance, np.float32)
         learned = "guidance" in self.config.conditions

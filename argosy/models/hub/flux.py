@@ -77,8 +77,8 @@ def flux_layer_rows(config: Any) -> list[KeyRow]:
 
 
 def modulation_rows(theirs: str, ours: str, parts: int, layers: Sequence[int]) -> list[KeyRow]:
-    """Returns the rows of a modulation with `parts` vectors. The name of its axis includes the number, because a model has several
-    modulations."""
+    """Returns the key-table rows for the linear layer of a modulation that yields `parts` vectors. The name of the axis of these
+    vectors includes `parts`, because a model has modulations with different numbers of vectors."""
     name = f"modulation{parts}"
     return linear_rows(theirs, ours, f"{name} modulated", "D", layers)
 

@@ -27,7 +27,7 @@ class Cost:
     products: the FLOPs of products, with the body of a loop as often as it runs.
     moved: the result bytes of each kind of collective, with the body of a loop as often as it runs.
     uncounted: the names of kernels whose FLOPs are unknown.
-    unknown_loops: the names of loops of unknown length, whose bodies count once.
+    unknown_loops: the names of the loops whose trip count is unknown. The analysis assumes that their bodies run once.
     """
 
     flops: float

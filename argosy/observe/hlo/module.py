@@ -54,7 +54,7 @@ class HloModule:
 
     @property
     def unknown_loops(self) -> list[str]:
-        """The names of loops of unknown length, whose bodies count once."""
+        """The names of the loops whose trip count is unknown. The analysis assumes that their bodies run once."""
         return [name for name, count in self.trips.items() if count is None]
 
     def running(self) -> Iterator[tuple[Computation, int]]:

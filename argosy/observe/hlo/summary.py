@@ -83,7 +83,7 @@ class ProgramSummary:
     kinds, layers: the totals of operations by kind and by layer.
     values: the largest results of operations.
     transfers: the collectives.
-    unknown_loops: the names of loops of unknown length, whose bodies count once.
+    unknown_loops: the names of the loops whose trip count is unknown. The analysis assumes that their bodies run once.
     """
 
     argument_bytes: int

@@ -68,7 +68,8 @@ class StoredProgram(NamedTuple):
 
 
 class ProgramStore:
-    """The entries of one environment, that is, for the same sources, packages and devices."""
+    """The compiled programs on disk for one environment. Programs share an environment if the source code, the packages and the
+    devices are the same."""
 
     def __init__(self, folder: Path, environment: str):
         self.folder, self.environment = folder, environment

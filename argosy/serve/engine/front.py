@@ -142,7 +142,7 @@ class Front(Computing[EventStreams, EngineMetrics]):
             self._closed(answers)
 
     async def admit(self, answers: EventStreams) -> None:
-        """Hands all rows of `answers` to the engine, or none of them.
+        """Adds all engine requests of `answers` to the engine. If the engine refuses one, none is added.
 
         Raises:
             ApiError: the engine refuses one of them, or has died.

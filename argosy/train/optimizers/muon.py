@@ -89,8 +89,8 @@ class Muon(MatrixOptimizer):
 
 
 def muon_dimensions(meaning: Any, stored: int) -> Any:
-    """Returns the axes of a weight that Muon takes as the rows (summed axes) and columns (kept axes) of a matrix, separately for each
-    layer and expert. Returns None if the weight is no matrix."""
+    """Returns which axes of a weight Muon treats as rows and which as columns. Rows are the input axes, which the matmul sums over.
+    Columns are the output axes. Each layer and each expert is a matrix of its own. Returns None if the weight is no matrix."""
     import optax
 
     view = MatrixView.of(meaning, stored)

@@ -417,7 +417,8 @@ class Stack(nnx.Module):
         return dict.fromkeys(t for layer in dict.fromkeys(self.plan) for t in turns_of(self.example(layer), layer.each))
 
     def with_angles(self, attend: Attend, positions: Int[Array, "B T A"] | None = None) -> Attend:
-        """Returns the strategy with the rotary angles of its tokens, for every kind of RoPE that layers of the plan use.
+        """Returns a copy of `attend` that holds the rotary angles of its tokens. There is one set of angles for each kind of RoPE in
+        the layers of this stack.
 
         Raises:
             ValueError: `positions` are given, but the layers or the strategy cannot take them.
@@ -500,7 +501,8 @@ def _stack_trees(trees: list[Any]) -> Any:
 
 
 def join_groups(parts: list[Any]) -> Any:
-    """Concatenates the aux outputs of groups along the layer axis, by kind."""
+    """Concatenates the aux outputs of several groups of layers. Outputs of the same kind of layer are concatenated along the layer
+    axis."""
     out: dict[str, list[Any]] = {}
     for part in parts:
         for name, tree in part.items():
