@@ -1,4 +1,4 @@
-"""Names of what a bundle with ControlNets takes for them, by whoever writes bundles and whoever calls them (`export.control`)."""
+"""The names of the inputs for ControlNets, for code that writes bundles (`export.control`) and code that calls them."""
 
 from argosy.export.manifest import BundleSignature
 
@@ -6,7 +6,7 @@ IMAGE, FILE, SCALE, MODE = "control_image", "control_image_file", "control_scale
 
 
 def control_suffixes(count: int) -> list[str]:
-    """The ends of the names of so many ControlNets' inputs, in their order."""
+    """Returns the suffixes of the input names of this many ControlNets, in their order."""
     return [f"_{i + 1}" if i else "" for i in range(count)]
 
 
