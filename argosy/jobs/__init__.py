@@ -1,1 +1,1 @@
-"""The work of each verb of the command line, composed from the other rooms. The only room that knows them all."""
+"""The work of each verb of the command line, composed from the other packages. Only this package knows all of them."""

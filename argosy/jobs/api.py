@@ -17,7 +17,7 @@ from argosy.infer.settings import DraftModel, EngineSettings
 from argosy.jobs import machine
 from argosy.jobs.image_models import draws_images, embeds_images
 
-# A server loads a model without the settings of runs, which import every objective and environment: 0.1 s of its start.
+# A server loads a model without the settings of runs, which import every objective and environment and would take 0.1 s of its start.
 if TYPE_CHECKING:
     from argosy.infer.lm import LM
     from argosy.jobs.train import View
@@ -39,42 +39,43 @@ def load(
     blocks: bool | Literal["auto"] = False,
     quantization: str | Sequence[Any] | None = None,
 ) -> Any:
-    """Loads a language model: `.config`, `.module`, `.tokenizer`, `.logits`, `.generate`, `.save`. An encoder has `.embed`
-    instead of `.logits` and `.generate`; a diffusers folder, or a run that trained a denoiser, is an `ImagePipeline`, with `.images`;
-    CLIP with both towers is an `ImageTextEncoder`, with `.embed` and `.embed_images`.
+    """Loads a model. A language model has `.config`, `.module`, `.tokenizer`, `.logits`, `.generate` and `.save`. An encoder has
+    `.embed` instead of `.logits` and `.generate`. A diffusers folder, or a run that trained a denoiser, becomes an `ImagePipeline`
+    with `.images`. CLIP with both towers becomes an `ImageTextEncoder` with `.embed` and `.embed_images`.
 
     Turns on JAX's persistent compilation cache, as commands do, unless JAX_COMPILATION_CACHE_DIR or jax.config names a folder.
 
     Args:
-        model: a Hub folder, a .gguf file, a run directory (its last good checkpoint), one checkpoint step, or the address of one
-            (`gs://bucket/runs/tiny`), which is copied into a temporary folder; `hf:OWNER/NAME[@REVISION][:FILE]`, a model of the
-            Hub, which is downloaded into its cache; or, with `random`, the name of a preset.
-        random: the seed of random weights for a preset.
-        dtype: the type of weights and activations; by default float32 on CPUs, bfloat16 elsewhere.
-        context: the longest sequence the model will get, in tokens, if that is less than its own context; selects between the
-            tables of rotary positions of a model that has two (LongRoPE).
-        adapter: a folder of low-rank adapters in the PEFT library's format; `lm.merge()` merges them into the weights.
-        single_file: with a diffusers folder, a .safetensors file in its authors' names (Flux.1; Stable Diffusion 1, 2 and XL), whose
-            models take the place of the folder's.
-        controlnet: with a diffusers folder of Stable Diffusion or Flux.1, a ControlNet that steers it by `images(control_image=...)`:
-            a folder of diffusers, a run of `argosy train controlnet`, a checkpoint of one, or hf:OWNER/NAME; or several, whose control
-            images `images` takes in their order.
-        embeddings: with a diffusers folder of Stable Diffusion 1, 2 or XL, learned embeddings (textual inversion): a file, a folder
-            with `learned_embeds.safetensors`, a run of `argosy train textual_inversion`, or hf:OWNER/NAME; or several. Prompts name
-            their tokens: "a <cat-toy> on the moon".
-        tensor: number of devices that share heads, feed-forward features, vocabulary and cache (arXiv:1909.08053).
-        engine: settings of the engine under `generate`, by the names of `argosy serve` (`infer.settings.EngineSettings`), such as
-            {"speculative": "ngram"}, or {"lora": {"enabled": True, "adapters": 2}} for `lm.load_adapter`. Its `context` is also that
-            of the argument above, unless that is given.
-        blocks: on a CPU, keep the weights of a .gguf file as they are there, in blocks of 4 to 8 bits, which takes a third of the
-            memory or less and gives the same answers. Such a model is neither trained, changed nor saved. Where nothing can be kept
-            so, that is said; "auto": it is not.
+        model: the model, in one of these forms. A Hub folder, a .gguf file, a run directory (whose last good checkpoint is loaded), or
+            one checkpoint step. The address of one of these (`gs://bucket/runs/tiny`), which is copied to a temporary folder.
+            `hf:OWNER/NAME[@REVISION][:FILE]`, a model of the Hub, which is downloaded to its cache. With `random`, the name of a
+            preset.
+        random: the seed of the random weights of a preset.
+        dtype: the type of weights and activations. The default is float32 on CPUs and bfloat16 elsewhere.
+        adapter: a folder of low-rank adapters in the PEFT library's format. `lm.merge()` merges them into the weights.
+        single_file: for a diffusers folder, a .safetensors file in its authors' names (Flux.1; Stable Diffusion 1, 2 and XL), whose
+            models replace those of the folder.
+        controlnet: for a diffusers folder of Stable Diffusion or Flux.1, one or several ControlNets that steer it by
+            `images(control_image=...)`. Each is a diffusers folder, a run of `argosy train controlnet`, a checkpoint of one, or
+            hf:OWNER/NAME. With several, `images` takes a control image for each, in their order.
+        embeddings: for a diffusers folder of Stable Diffusion 1, 2 or XL, one or several learned embeddings (textual inversion). Each
+            is a file, a folder with `learned_embeds.safetensors`, a run of `argosy train textual_inversion`, or hf:OWNER/NAME. Prompts
+            name their tokens: "a <cat-toy> on the moon".
+        context: the length of the longest sequence that the model will get, in tokens, if that is less than its own context. It selects
+            one of the two tables of rotary positions of LongRoPE.
+        tensor: the number of devices that share heads, feed-forward features, vocabulary and KV cache (arXiv:1909.08053).
+        engine: the settings of the engine under `generate`, by the names of `argosy serve` (`infer.settings.EngineSettings`), such as
+            {"speculative": "ngram"}, or {"lora": {"enabled": True, "adapters": 2}} for `lm.load_adapter`. Its `context` is the default
+            of the argument `context`.
+        blocks: whether the weights of a .gguf file stay in their blocks of 4 to 8 bits on a CPU. That takes a third of the memory or
+            less and gives the same results. Such a model cannot be trained, changed or saved. If no weight can stay in blocks, a
+            message says so, except with "auto".
         quantization: a preset of `argosy quantize`, such as "w8" or "w4", a YAML file of rules, or a list of rules, of mappings with
-            their keys, or of `qwix.QuantizationRule`s: weights are quantized as they are read.
+            the keys of a rule, or of `qwix.QuantizationRule`s. Weights are quantized while they are read.
 
     Raises:
-        UnknownName, BadInput, SettingsError, Damaged: there is no such model, it is not one, so many devices cannot share it, or the
-            settings are wrong or do not fit it.
+        UnknownName, BadInput, SettingsError, Damaged: there is no such model, it is damaged, `tensor` devices cannot share it, or the
+            settings are wrong or do not fit the model.
     """
     if random is not None and adapter is not None:
         raise BadInput(
@@ -141,7 +142,8 @@ def load(
 
 
 def _pipeline(model: str | Path, dtype: Any, adapter: Any, single_file: Any, controlnet: Any, embeddings: Any) -> Any:
-    """A diffusers folder, or a run that trained a denoiser, as an `ImagePipeline`; an autoencoder as an `ImageAutoencoder`."""
+    """Loads a diffusers folder, or a run that trained a denoiser, as an `ImagePipeline`, and an autoencoder as an
+    `ImageAutoencoder`."""
     from argosy.infer.denoise.pipeline import ImagePipeline
 
     if (Path(model) / "model_index.json").is_file():
@@ -181,38 +183,38 @@ def _image_text_encoder(model: str | Path, dtype: Any) -> Any:
 
 
 def _export_images(pipeline: Any, folder: str | Path, **options: Any) -> Any:
-    """`pipeline.export`; writing bundles is imported when it is first called."""
+    """Implements `pipeline.export`. The code that writes bundles is imported at the first call."""
     from argosy.export.images import export_images
 
     return export_images(pipeline, folder, **options)
 
 
 def _export(lm: "LM", folder: str | Path, **options: Any) -> Any:
-    """`lm.export`; writing bundles is imported when it is first called."""
+    """Implements `lm.export`. The code that writes bundles is imported at the first call."""
     from argosy.export.model import export_model
 
     return export_model(lm, folder, **options)
 
 
 def _check_engine(lm: "LM") -> "LM":
-    """Checks that an encoder was not given settings of an engine: it has none."""
+    """Checks that an encoder was not given engine settings, because it has no engine."""
     if not lm.config.causal and lm.engine_settings != EngineSettings():
         raise BadInput("`engine` is for models that generate, and this one is an encoder", hint="leave it out")
     return lm
 
 
 def draft_of(settings: EngineSettings, dtype: Any = None, tensor: int = 1) -> "LM | None":
-    """The draft model that the engine's settings name. Arguments and errors are those of `load`."""
+    """Loads the draft model that the engine's settings name; None if they name none. Other arguments and errors are those of `load`."""
     if not isinstance(settings.speculative, DraftModel):
         return None
     return load(settings.speculative.model, dtype=dtype, context=settings.context, tensor=tensor)
 
 
 def fit(recipe: str, *words: str, view: "View | None" = None, **settings: Any) -> "Outcome":
-    """Trains by a recipe, or resumes, as `argosy train` does. Returns how the run ended.
+    """Trains by a recipe, or resumes a run, as `argosy train` does. Returns how the run ended.
 
-    Progress is printed on stderr, as in a terminal; a notebook shows a table that changes. Ctrl-C stops after the current step, saves
-    the state, and raises KeyboardInterrupt; the same call resumes.
+    Progress is printed on stderr; a notebook displays a table that is updated. Ctrl-C stops after the current step, saves the state,
+    and raises KeyboardInterrupt. The same call then resumes.
 
         run = argosy.fit("tiny", steps=100, dir="runs/first", optimizer="muon")
         run = argosy.fit("tiny", "optimizer.learning_rate=1e-3", **{"data.batch": 4})
@@ -220,16 +222,16 @@ def fit(recipe: str, *words: str, view: "View | None" = None, **settings: Any) -
         lm = argosy.load(run.dir)
 
     Args:
-        recipe: a recipe's name, a YAML file, or a run directory.
-        words: settings as on the command line.
-        view: an object that shows progress instead of the terminal; `argosy.jobs.train.Quiet()` shows nothing.
-        settings: settings by key; a mapping sets the keys of a group, None means none. They override words. `data` may also be the rows
-            to train on, texts or mappings of columns: a list, a generator, a data frame or a `datasets.Dataset`. They are written to a
-            file of the cache, which is then `data.source`.
+        recipe: the name of a recipe, a YAML file, or a run directory.
+        words: settings as on the command line, `key=value`.
+        view: an object that displays progress instead of the terminal. `argosy.jobs.train.Quiet()` displays nothing.
+        settings: settings by key, which override `words`. A mapping sets the keys of a group, and None means none. `data` may also be
+            the rows to train on (texts or mappings of columns) as a list, a generator, a data frame or a `datasets.Dataset`. They are
+            written to a file in the cache, which becomes `data.source`.
 
     Raises:
-        UserError: a mistake in the settings, found before work began.
-        KeyboardInterrupt, SystemExit: a signal asked to stop, and the state is saved.
+        UserError: there is a mistake in the settings. It is found before work begins.
+        KeyboardInterrupt, SystemExit: a signal asked to stop. The state is saved.
     """
     from argosy.jobs.train import train
 
@@ -255,17 +257,17 @@ def fit(recipe: str, *words: str, view: "View | None" = None, **settings: Any) -
 
 
 def is_settings_group(value: Any) -> bool:
-    """Whether the argument `data` sets the keys of that group, and is not the rows themselves."""
+    """Whether the argument `data` sets keys of the group `data`, and is not the rows themselves."""
     if isinstance(value, Mapping):
         from argosy.data.settings import DataSettings
 
-        # Splits of a data set are no settings, and neither would be told from a misspelt key.
+        # The splits of a data set are not settings, but could not be distinguished from misspelt keys.
         return bool(set(value) & set(DataSettings.model_fields)) or not any(hasattr(part, "column_names") for part in value.values())
     return isinstance(value, Settings | str | os.PathLike)
 
 
 def _word(key: str, value: Any) -> str:
-    """A keyword argument as a `key=value` word."""
+    """Converts a keyword argument to a `key=value` word."""
     if isinstance(value, Settings):
         value = dump(value)
     if isinstance(value, os.PathLike):

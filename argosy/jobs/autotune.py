@@ -1,4 +1,4 @@
-"""`argosy autotune`: measures the implementations of ops on the shapes of a run, and keeps the fastest for new runs."""
+"""`argosy autotune`: measures the implementations of ops on the shapes of a run, and stores the fastest for new runs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -36,10 +36,10 @@ class AutotuneSettings(Settings):
 
 
 def tuned_document(recipe: str | None, words: Sequence[str], settings: AutotuneSettings, say: Say) -> dict[str, Any]:
-    """Measures, keeps the winners, and returns all measurements as a document.
+    """Measures implementations, stores the fastest, and returns all measurements as a JSON object.
 
     Raises:
-        UserError: a mistake in the settings, or a run that is not tuned.
+        UserError: there is a mistake in the settings, or the run cannot be tuned.
     """
     from argosy.parallel.target import Target
     from argosy.run.assembly.winners import stored_winners, tuned_device, winners_file, write_winners
@@ -70,7 +70,7 @@ def tuned_document(recipe: str | None, words: Sequence[str], settings: AutotuneS
 
 
 def run_cases(recipe: str, words: Sequence[str]) -> list[Case]:
-    """The cases of the update of a run on this device.
+    """Returns the cases (ops and shapes) of the update of a run on this device.
 
     Raises:
         Unsupported: the run has several devices, or rollouts.
@@ -91,7 +91,7 @@ def run_cases(recipe: str, words: Sequence[str]) -> list[Case]:
 
 
 def usual_cases() -> list[Case]:
-    """Shapes of small language models and of mixtures of experts, in the type that runs compute in here."""
+    """Returns cases with the shapes of small language models and mixtures of experts, in the type in which runs compute here."""
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     attention = [
         AttentionCase((B, T, N, H), (B, T, K, H), (B, T, K, H), dtype, segments=True) for B, T, N, K, H in USUAL_ATTENTION

@@ -1,4 +1,4 @@
-"""`argosy bundle`: bundles read, compared and run, with inputs and outputs as files."""
+"""`argosy bundle`: reads, verifies, compares and runs bundles, with inputs and outputs as files."""
 
 import json
 import sys
@@ -19,13 +19,13 @@ MOST_INPUT_BYTES = 1 << 30
 
 
 def show_bundle(path: str) -> dict[str, Any]:
-    """The manifest of a bundle, as JSON. Its other files are not read."""
+    """Returns the manifest of a bundle as JSON. The other files are not read."""
     manifest = read_bundle_manifest(Path(path))
     return {"path": path} | bundle_facts(manifest) | {"days_left": days_left(manifest), "signed": (Path(path) / SEAL).is_file()}
 
 
 def verified_bundle(path: str, key: str | None) -> dict[str, Any]:
-    """Verifies every file of a bundle, and its signature if a key is given."""
+    """Verifies every file of a bundle, and its signature if a key is given. Returns the facts of the bundle."""
     manifest = verify_bundle(path, key)
     facts = bundle_facts(manifest)
     return {
@@ -41,7 +41,7 @@ def verified_bundle(path: str, key: str | None) -> dict[str, Any]:
 
 
 def compared_bundles(a: str, b: str) -> dict[str, Any]:
-    """The differences between two bundles, by their manifests."""
+    """Compares two bundles by their manifests. Returns the differences."""
     left, right = read_bundle_manifest(Path(a)), read_bundle_manifest(Path(b))
     tensors = [_tensors(manifest) for manifest in (left, right)]
     files = [{file.file: manifest.files[file.file].bytes for file in manifest.weights} for manifest in (left, right)]
@@ -66,7 +66,7 @@ def _tensors(manifest: BundleManifest) -> dict[str, Any]:
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Keys that only one has, and those whose values differ."""
+    """Returns the keys that only one mapping has, and the keys whose values differ."""
     return {
         "only_in_a": sorted(set(a) - set(b)),
         "only_in_b": sorted(set(b) - set(a)),
@@ -86,11 +86,15 @@ def run_bundle(
     """Calls a signature of a bundle.
 
     Args:
-        source: a file of inputs (.json, .npz, .txt), - for JSON on stdin, JSON itself, or a text. None: the example of the signature.
-        output: a .json or .npz file for the outputs; None: they are only returned.
+        path: the folder of the bundle.
+        source: a file of inputs (.json, .npz, .txt), - for JSON on stdin, JSON itself, or a text. None uses the example of the
+            signature.
+        signature: the name of the signature. None stands for the default one.
+        output: a .json or .npz file for the outputs. With None they are only returned.
+        key: a file with the public key whose owner must have signed the bundle.
 
     Returns:
-        The outputs: lists and texts by name.
+        the outputs by name, as lists and texts.
     """
     from argosy.export.bundle import Bundle
 
@@ -115,14 +119,14 @@ def run_bundle(
 
 
 def _widened(item: tuple[str, Any]) -> tuple[str, Any]:
-    """Numbers of a type that numpy's files and JSON do not have, such as bfloat16, as float32."""
+    """Converts numbers of a type that numpy's files and JSON lack, such as bfloat16, to float32."""
     name, value = item
     small = isinstance(value, np.ndarray) and value.dtype.kind not in "biuf"
     return name, value.astype(np.float32) if small else value
 
 
 def read_inputs(source: str, texts: list[str], files: Sequence[str] = ()) -> dict[str, Any]:
-    """The inputs of a call by name, from a file or from typed text.
+    """Reads the inputs of a call by name, from a file or from a text on the command line.
 
     Args:
         texts: the names of inputs that are lists of texts. A text file has one text per line.

@@ -13,11 +13,11 @@ OF_A_RECIPE = ("train", "sweep")
 
 
 def complete(words: Sequence[str], verbs: Mapping[str, type[Settings] | None]) -> list[str]:
-    """The completions of the last word, which may be empty. None where a file name belongs.
+    """Returns the completions of the last word, which may be empty. There are none where a file name is expected.
 
     Args:
-        words: those after `argosy`.
-        verbs: each verb, with the settings class of its own `key=value` words, if it has one.
+        words: the words after `argosy`.
+        verbs: each verb, with the settings class of its `key=value` words if it has one.
     """
     *before, last = words or [""]
     if not before:
@@ -44,7 +44,7 @@ def complete(words: Sequence[str], verbs: Mapping[str, type[Settings] | None]) -
 
 
 def _tasks(last: str) -> list[str]:
-    """Tasks of `argosy eval`, after those that are named already."""
+    """Returns the tasks of `argosy eval` as completions, after those that are already named."""
     from argosy.evals.tasks import TASKS
 
     before, _, _ = last.rpartition("," if "," in last else "=")

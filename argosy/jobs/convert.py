@@ -44,15 +44,15 @@ from argosy.weights.staging import write_staged
 from argosy.weights.stream import in_order, largest_tensor, streaming_model
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-# What a target that ends so is.
+# The format of a target with this suffix.
 FILES_OF = {".gguf": "gguf", ".safetensors": "single_file"}
 # Endings of files in formats of others, which no folder is meant to have.
 OTHER_FILES = frozenset((".onnx", ".pt", ".pth", ".bin", ".ckpt", ".pkl", ".h5", ".keras", ".tflite", ".mlmodel", ".npz", ".msgpack"))
 DIFFUSERS_INDEX = "model_index.json"
-# Folders of a diffusers folder whose models a single file has.
+# The subfolders of a diffusers folder whose models a single file may contain.
 SINGLE_FILE_PARTS = ("transformer", "unet", "vae", "text_encoder", "text_encoder_2")
 MIXTURE_OF = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-# The interpreter with its libraries takes 210 MB of it, slabs being written 130 MB.
+# The memory beside tensors: the interpreter with its libraries takes 210 MB, slabs that are being written 130 MB.
 REST_BYTES = 500_000_000
 
 Say = Callable[[str], None]
@@ -69,19 +69,19 @@ def convert(
     say: Say = lambda _: None,
     progress: Progress = lambda new, all, kept_bytes: None,
 ) -> dict[str, Any]:
-    """Writes `source` to the new folder `target`, or a file. Returns what was written. A run that trained adapters is merged with its
-    base.
+    """Converts the model `source` to the new folder or file `target`. Returns the facts about what was written. A run that trained
+    adapters is merged with its base.
 
     Args:
-        to: hub, argosy or gguf; single_file, for models of images in their authors' names and for learned embeddings; or peft, for the
-            adapters of a run alone, unmerged. A target that ends in .gguf or .safetensors is such a file.
-        dtype: float32, float16 or bfloat16; None keeps each tensor's type.
-        shard_gb: the largest file of a Hub folder, in 1e9 bytes.
-        adapter: a PEFT folder to merge during the conversion.
-        progress: called with bytes written since the last call, bytes in all, bytes kept from a process that was killed.
+        to: the format: hub, argosy, gguf, single_file or peft. single_file is for image models in their authors' names and for learned
+            embeddings. peft writes only the adapters of a run, unmerged. A target that ends in .gguf or .safetensors is such a file.
+        dtype: float32, float16 or bfloat16. None keeps the type of each tensor.
+        shard_gb: the size of the largest file of a Hub folder, in 1e9 bytes.
+        adapter: a PEFT folder that is merged during the conversion.
+        progress: called with (bytes written since the last call, bytes in total, bytes kept from a killed process).
 
     Raises:
-        BadInput, Damaged: the source is not a model, the target exists, or the disk is too small; nothing is written.
+        BadInput, Damaged: the source is not a model, the target exists, or the disk is too small. Nothing is written.
     """
     to = target_format(target, to)
     start = time.monotonic()
@@ -144,10 +144,10 @@ def convert(
 
 
 def target_format(target: Path, to: str) -> str:
-    """The format of a target: that of its ending, if it is a file's, and `to` names no other.
+    """Returns the format of a target: that of its suffix if it has one of a file, else `to`.
 
     Raises:
-        BadInput: the name and `to` do not belong together.
+        BadInput: the suffix of the target contradicts `to`.
     """
     ending_format = FILES_OF.get(target.suffix)
     if to in FILES_OF.values() and ending_format != to:
@@ -169,7 +169,7 @@ def write_gguf(
     say: Say,
     progress: Progress,
 ) -> GGUFContent:
-    """Writes a GGUF file, completely or not at all. Arguments and errors as `gguf_content` and its `write`."""
+    """Writes a GGUF file, completely or not at all. Arguments and errors are those of `gguf_content` and `GGUFContent.write`."""
     content = gguf_content(stored.config, stored.weights, mixture, tokenizer=tokenizer, hub=stored.hub, name=target.stem, say=say)
     content.write(target, identity, progress)
     return content
@@ -181,7 +181,7 @@ def write_single_file(
     """Writes the models of a diffusers folder, or a denoiser, as one file in their authors' names, completely or not at all.
 
     Raises:
-        BadInput: the models have no such names, a setting would be read back otherwise, or the target exists.
+        BadInput: the models have no such names, a setting would be read back differently, or the target exists.
     """
     if adapter is not None:
         hint = "argosy.load(FOLDER, adapter=FILE).save(OUT) merges it; then convert OUT"
@@ -218,7 +218,7 @@ def write_single_file(
 def write_learned_embeddings(
     stored: OpenedModel, source: str, target: Path, dtype: str | None, progress: "CountedProgress", start: float
 ) -> dict[str, Any]:
-    """Writes the rows of a learned token as one file, completely or not at all."""
+    """Writes the embeddings of a learned token as one file, completely or not at all."""
     config: Any = stored.config
     rows = learned_arrays(config, stored.weights, DTYPES[dtype] if dtype else None)
     file = learned_embeddings_file(config.token, rows, target.name)
@@ -242,7 +242,7 @@ def adapters_alone(
     """Writes the adapters of a run as a PEFT folder.
 
     Raises:
-        BadInput: the source has no adapters, or another setting does not apply to them.
+        BadInput: the source has no adapters, or another setting does not apply to adapters.
     """
     if stored.adapted is None:
         raise BadInput(f"{source} has no adapters", hint="to=peft is for a run with adapter=lora, dora or qlora")
@@ -270,7 +270,7 @@ def open_source(source: str, say: Say = lambda _: None) -> OpenedModel:
     """Opens a model so that its weights are read one at a time.
 
     Raises:
-        BadInput, Damaged: it is not a model.
+        BadInput, Damaged: the source is not a model.
     """
     source = local_model(source, say)
     if not Path(source).exists():
@@ -282,7 +282,7 @@ def open_source(source: str, say: Say = lambda _: None) -> OpenedModel:
 
 
 def identity_of(stored: OpenedModel, to: str, dtype: str | None, shard_gb: float) -> dict[str, Any]:
-    """The identity of a conversion: names, sizes and times of the source's files, and the output format."""
+    """Returns the identity of a conversion: names, sizes and times of the source's files, and the output format."""
     if stored.kind == "argosy":
         digest = hashlib.sha256((stored.path / manifest.NAME).read_bytes())
     else:
@@ -295,14 +295,14 @@ def identity_of(stored: OpenedModel, to: str, dtype: str | None, shard_gb: float
 
 
 def _files_of(path: Path) -> list[Path]:
-    """The files of a Hub folder that a conversion reads, or the single file."""
+    """Returns the files of a Hub folder that a conversion reads, or the single file."""
     if path.is_file():
         return [path]
     return matching(path, [*COMPANIONS, "config.json", "model.safetensors.index.json", "*.safetensors"])
 
 
 def memory_used(models: list[OpenedModel]) -> dict[str, Any]:
-    """The peak memory of this process, its bound, and the tensor that the bound comes from."""
+    """Returns the peak memory of this process, its bound, and the tensor that determines the bound."""
     name, size = max((largest_tensor(stored) for stored in models), key=lambda item: item[1])
     return {
         "peak_bytes": memory.peak_bytes(),

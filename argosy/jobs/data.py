@@ -29,14 +29,14 @@ def is_recipe(name: str) -> bool:
 
 
 def data_settings(name: str, words: Iterable[str]) -> DataSettings:
-    """The data settings of a recipe or of a source.
+    """Returns the data settings of a recipe or of a source.
 
     Args:
         name: a recipe, or a source of data.
-        words: `key=value` settings: of the run for a recipe, of the data for a source.
+        words: `key=value` settings. For a recipe they are settings of the run, for a source settings of the data.
 
     Raises:
-        UserError: any mistake in them.
+        UserError: there is a mistake in the settings.
     """
     if is_recipe(name):
         from argosy.run.settings.run import Run
@@ -50,10 +50,10 @@ def data_settings(name: str, words: Iterable[str]) -> DataSettings:
 
 
 def documents_of(settings: DataSettings) -> Source:
-    """The source of text that the settings name.
+    """Returns the source of text that the settings name.
 
     Raises:
-        BadInput: it has no text, or is already prepared.
+        BadInput: the source has no text, or is already prepared.
     """
     if is_prepared(settings.source):
         origin = open_prepared(settings.single_source).manifest.get("settings", {}).get("source")
@@ -71,14 +71,14 @@ def prepare(
 ) -> dict[str, Any]:
     """Tokenizes a source into the folder `target`, with the tokenizer and the settings beside the tokens. Returns a summary.
 
-    If it is stopped or killed, it leaves nothing under that name; the same command then goes on from what is noted, and says so.
+    If this is stopped or killed, there is nothing under that name. The same command then continues and says so.
 
     Args:
-        stopping: a context around the writing; what it gives is asked before each document whether to stop.
+        stopping: a context manager around the writing. The function that it yields is asked before each document whether to stop.
 
     Raises:
-        WriterStopped: it said so.
-        UserError: no such source or tokenizer, or the folder holds something else.
+        WriterStopped: that function asked to stop.
+        UserError: there is no such source or tokenizer, or the folder holds something else.
     """
     from argosy.data.prepare import SPLITS
     from argosy.data.prepare import prepare as write
@@ -104,10 +104,10 @@ def prepare(
 def inspect(
     recipe: str, words: Iterable[str], rows: int, color: bool, say: Say
 ) -> tuple[str, list[dict[str, Any]]]:
-    """The first rows of a recipe's first batch: as text, and as JSON. `say` gets what the corpus consists of.
+    """Returns the first rows of a recipe's first batch, as text and as JSON. `say` is called with the contents of the corpus.
 
     Raises:
-        UserError: anything that would prevent the run from starting on its data.
+        UserError: the run could not start on its data.
     """
     from argosy.data import inspect
     from argosy.run.settings.run import Run
@@ -130,7 +130,8 @@ def inspect(
 
 
 def train_tokenizer(settings: DataSettings, vocab: int, target: Path) -> dict[str, Any]:
-    """Trains a vocabulary on a source and writes it to the new folder `target`. Returns its size and what was read.
+    """Trains a vocabulary on a source and writes it to the new folder `target`. Returns its size and facts about the text that was
+    read.
 
     Raises:
         BadInput: the folder is not empty, the source has no text, or the vocabulary is too small.

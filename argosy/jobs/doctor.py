@@ -41,7 +41,7 @@ class Finding:
 
 
 def examine(devices: Callable[[], dict[str, Any]] = environment.device_facts) -> dict[str, Any]:
-    """Everything known about this machine, and `findings`. `ok` is false if something is broken."""
+    """Collects the facts about this machine and the `findings`. `ok` in the result is false if something is broken."""
     folder = machine.cache_folder()
     place = folder or Path(tempfile.gettempdir())
     facts: dict[str, Any] = {
@@ -69,7 +69,7 @@ def examine(devices: Callable[[], dict[str, Any]] = environment.device_facts) ->
 
 
 def clear_programs() -> dict[str, int]:
-    """Removes the compiled programs of runs and servers. Returns how many, and their bytes."""
+    """Removes the compiled programs of runs and servers. Returns their number and their bytes."""
     counts = [clear_cache(folder) for folder in (machine.cache_folder(), machine.programs_folder()) if folder is not None]
     return {"programs": sum(count for count, _ in counts), "bytes": sum(removed for _, removed in counts)}
 
@@ -200,7 +200,7 @@ CHECKS: tuple[Callable[[Mapping[str, Any]], list[Finding]], ...] = (
 
 
 def huge_pages() -> dict[str, str]:
-    """What the system allows, and whether commands that compute request huge pages."""
+    """Returns what the system allows, and whether commands that compute request huge pages."""
     if platform.libc_ver()[0] != "glibc" or not machine.HUGE_PAGES.exists():
         return {"system": "", "state": "not available here"}
     system = machine.HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
@@ -217,7 +217,7 @@ def huge_pages() -> dict[str, str]:
 
 
 def kernels() -> dict[str, str]:
-    """The library of compiled kernels, built if need be, and why there is none."""
+    """Returns the library of compiled kernels, which is built if necessary, or the reason why there is none."""
     try:
         return {"library": str(library.built_library()), "why_not": ""}
     except library.Unavailable as e:
@@ -225,7 +225,7 @@ def kernels() -> dict[str, str]:
 
 
 def can_write(folder: Path) -> bool:
-    """Whether files can be created there; the folder itself may not exist yet."""
+    """Whether files can be created in a folder, which need not exist yet."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)

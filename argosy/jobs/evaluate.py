@@ -52,10 +52,10 @@ def prepare_tasks(model: str, settings: EvalSettings) -> tuple[list[PlannedTask]
 
 
 def read_against(path: Path) -> dict[str, list[RowScores]]:
-    """The rows that `rows=FILE` wrote, by task.
+    """Reads the rows that `rows=FILE` wrote, by task.
 
     Raises:
-        BadInput: it is another kind of file.
+        BadInput: the file is of another kind.
     """
     by_task: dict[str, list[RowScores]] = {}
     for number, line in enumerate(read_rows(path), 1):
@@ -76,7 +76,7 @@ def evaluate(
     progress: Callable[[PlannedTask, int, int], None],
     stopped: Callable[[], bool],
 ) -> tuple[dict[str, Any], bool]:
-    """The results as one document, and whether the evaluation was stopped before its last task.
+    """Evaluates a model. Returns the results as a JSON object, and whether the evaluation was stopped before its last task.
 
     Writes the file of `settings.rows` task by task.
     """
@@ -101,7 +101,7 @@ def evaluate(
 
 
 def write_rows(path: Path, task: str, rows: Iterable[RowScores]) -> None:
-    """Adds rows to a file: a JSON line each."""
+    """Adds rows to a file, each as a JSON line."""
     with path.open("a", encoding="utf-8") as file:
         for row in rows:
             line = {"task": task, "row": row.number, "values": row.values, "weights": row.weights, **row.answer}
@@ -109,7 +109,7 @@ def write_rows(path: Path, task: str, rows: Iterable[RowScores]) -> None:
 
 
 def run_of(model: str) -> tuple[Path, int | None] | None:
-    """The run directory that a MODEL argument belongs to, and the step of its weights; None if it belongs to no run on this machine."""
+    """Returns the run directory that a MODEL argument belongs to, and the step of its weights; None if there is no such run here."""
     path = Path(model)
     if path.parent.name == CHECKPOINTS and path.name.isdecimal() and runs.is_run(path.parent.parent):
         return path.parent.parent, int(path.name)

@@ -1,4 +1,4 @@
-"""`argosy eval MODEL tasks=images`: the images of a denoiser beside those of its data, and with `clip=` beside their captions."""
+"""`argosy eval MODEL tasks=images`: compares the images of a denoiser with those of its data, and with `clip=` also with captions."""
 
 import math
 import time
@@ -27,21 +27,21 @@ from argosy.infer.denoise.pipeline import ImagePipeline
 from argosy.infer.denoise.runs import load_pipeline
 from argosy.jobs.image_models import draws_images
 
-# Images that are drawn: enough for a standard error of the accuracy below 0.016.
+# The default number of drawn images, enough for a standard error of the accuracy below 0.016.
 COUNT = 1000
-# Real images that are compared with: so many, and so many bytes of them in float32.
+# The most real images to compare with, and their most bytes in float32.
 MOST, MOST_BYTES = 10_000, 1_000_000_000
-# Images that are drawn, and compared, at once: by captions, and by classes.
+# The number of images that are drawn and compared at once, with captions and with classes.
 FEW, MANY = 8, 256
 # The caption of a class, as CLIP's authors write it.
 OF_CLASS = "a photo of a {}."
 
 
 def evaluate_images(model: str, settings: EvalSettings, say: Callable[[str], None]) -> dict[str, Any]:
-    """The results as one document.
+    """Evaluates the images of a model. Returns the results as a JSON object.
 
     Raises:
-        BadInput: the model draws no images, its data is not there or has no captions to compare with, or `clip` is no CLIP.
+        BadInput: the model draws no images, its data is missing or has no captions to compare with, or `clip` is not a CLIP.
     """
     model = local_model(model, say)
     if not draws_images(model):
@@ -57,10 +57,10 @@ def evaluate_images(model: str, settings: EvalSettings, say: Callable[[str], Non
 
 
 def opened_clip(folder: str, dtype: Any = None) -> ImageTextEncoder:
-    """The CLIP that `clip` names.
+    """Loads the CLIP that `clip` names.
 
     Raises:
-        BadInput, Damaged: there is no model, it is no CLIP with both towers, or it has no tokenizer.
+        BadInput, Damaged: there is no model, it is not a CLIP with both towers, or it has no tokenizer.
     """
     from argosy.jobs.api import load
 
@@ -162,11 +162,11 @@ def _rows(data: DataSettings, pipeline: ImagePipeline, held_out: bool) -> Any:
 
 
 def _captions(rows: Any, labels: np.ndarray, per_image: bool) -> list[str] | None:
-    """The caption of each row; None if there are none.
+    """Returns the caption of each row; None if there are none.
 
     Args:
         labels: the class of each row.
-        per_image: each image has its own; else they follow from the names of classes.
+        per_image: whether each image has its own caption. Otherwise captions are made from the names of classes.
     """
     table = rows.table
     if per_image:

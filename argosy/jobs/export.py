@@ -1,4 +1,4 @@
-"""`argosy export`: a model, loaded and written as a bundle."""
+"""`argosy export`: loads a model and writes it as a bundle."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -30,15 +30,15 @@ def export_bundle(
     say: Say = lambda _: None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Writes a model as a bundle. Returns what was written.
+    """Writes a model as a bundle. Returns the facts about what was written.
 
     Args:
-        dtype, quantization, adapter, controlnet, embeddings: as in `argosy.load`.
-        signatures, options: as in `export.model.export_model`.
-        steps, size: as in `export.images.export_images`, for models that draw images.
+        dtype, quantization, adapter, controlnet, embeddings: the arguments of `argosy.load`.
+        signatures, options: the arguments of `export.model.export_model`.
+        steps, size: the arguments of `export.images.export_images`, for models that draw images.
 
     Raises:
-        BadInput, Damaged: there is no model, it has no such signature, or the target exists; nothing is written.
+        BadInput, Damaged: there is no model, it has no such signature, or the target exists. Nothing is written.
     """
     if is_occupied(Path(target)):
         raise BadInput(f"{target} is not empty", hint="name a new folder; nothing is ever overwritten")
@@ -79,7 +79,7 @@ def _check_drawing(signatures: Sequence[str] | None, options: dict[str, Any]) ->
 
 
 def source_lineage(model: str) -> dict[str, Any]:
-    """The origin of a model: its name and kind; for a run also the recipe's data, weights and step."""
+    """Returns the origin of a model: its name and kind, and for a run also the data, the weights and the step."""
     model = local_model(model)
     hub_name = name_of_path(model)
     name = str(hub_name) if hub_name else Path(model).name
@@ -103,7 +103,7 @@ def source_lineage(model: str) -> dict[str, Any]:
 
 
 def bundle_facts(manifest: BundleManifest) -> dict[str, Any]:
-    """The description of a bundle, as JSON."""
+    """Returns the description of a bundle as JSON."""
     return {
         "sha256": bundle_digest(manifest),
         "default": manifest.default,
@@ -121,5 +121,5 @@ def bundle_facts(manifest: BundleManifest) -> dict[str, Any]:
 
 
 def signature_facts(signature: Any) -> dict[str, Any]:
-    """A signature as JSON, without the names of its weights."""
+    """Returns a signature as JSON, with the number of weights in place of their names."""
     return signature.model_dump(mode="json", exclude={"weights"}) | {"weights": len(signature.weights)}

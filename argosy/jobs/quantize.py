@@ -65,19 +65,21 @@ def quantize(
     """Quantizes a model. Returns a report: a row for each weight, with its bytes and errors.
 
     Args:
+        source: the model.
         target: a new folder.
-        method: how weights are rounded.
-        data: calibration data; None: there is none.
-        samples: number of sequences of calibration data.
-        rotate: hadamard: the residual stream and the value heads are rotated first (`adapt.rotation`); quarot: the written model also
-            rotates data while it runs; None: nothing is rotated.
-        dtype: the type of the weights that are not quantized; None keeps each one's.
-        to: argosy, or compressed-tensors: a Hub folder.
+        rules: the rules that select contractions and their formats.
+        method: the method of rounding.
+        data: the calibration data, None if there is none.
+        samples: the number of sequences of calibration data.
+        rotate: `hadamard` rotates the residual stream and the value heads before quantization (`adapt.rotation`). `quarot` also lets
+            the written model rotate activations while it runs. None rotates nothing.
+        dtype: the type of the weights that are not quantized. None keeps the type of each weight.
+        to: the format, argosy or compressed-tensors (a Hub folder).
 
     Raises:
-        BadInput: the source is no model or quantized already, the target exists, a rule matches nothing or needs data, or the data has
-            too few tokens; nothing is written.
-        Unsupported: the layout cannot express a rule, or the model cannot be rotated; nothing is written.
+        BadInput: the source is not a model or already quantized, the target exists, a rule matches nothing or needs data, or the data
+            has too few tokens. Nothing is written.
+        Unsupported: the layout cannot express a rule, or the model cannot be rotated. Nothing is written.
     """
     start = time.monotonic()
     if method.needs_data and data is None:

@@ -1,1 +1,1 @@
-"""Runs that exist: list, show, compare and report them."""
+"""Lists, shows, compares and reports existing runs."""

@@ -29,7 +29,7 @@ from argosy.observe import metrics
 from argosy.observe.life import Account, account
 from argosy.weights import manifest
 
-# Requests to a store that are under way at once.
+# The number of concurrent requests to a store.
 REQUESTS = 16
 DONE, CAN_RESUME, RUNNING, DAMAGED = "done", "can resume", "running", "damaged"
 FINAL = ("loss", "reward", "eval_loss", "eval_perplexity", "eval_bits_per_byte", "tokens", "tokens_per_s", "lr", "grad_norm")
@@ -37,17 +37,17 @@ FINAL = ("loss", "reward", "eval_loss", "eval_perplexity", "eval_bits_per_byte",
 
 @dataclass(frozen=True)
 class Summary:
-    """A run at a glance.
+    """The summary of a run.
 
-    path: its folder or address.
-    state: its state in a word.
-    step: step of the newest checkpoint.
-    steps: number of steps of the run.
+    path: the folder or address of the run.
+    state: done, can resume, running or damaged.
+    step: the step of the newest checkpoint.
+    steps: the planned number of steps.
     numbers: the last value of each metric.
-    written_s: time of the last write, in seconds since 1970.
-    checkpoints: steps of its checkpoints.
-    problem: the damage, if there is any.
-    life: how its time was spent.
+    written_s: the time of the last write, in seconds since 1970.
+    checkpoints: the steps of the checkpoints.
+    problem: the damage, None if there is none.
+    life: the time of the run by cause.
     """
 
     path: Path | str
