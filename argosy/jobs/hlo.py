@@ -1,4 +1,4 @@
-"""`argosy hlo`: the program of a run, of a capture or of a dump of XLA, for CPUs, GPUs and TPUs."""
+"""`argosy hlo`: reads the program of a run, of a capture or of a dump of XLA, for CPUs, GPUs and TPUs."""
 
 import gzip
 from pathlib import Path
@@ -8,15 +8,15 @@ from argosy.observe.hlo.module import HloModule
 from argosy.observe.profile.capture import FOLDER
 from argosy.run.hooks.profiling import PROGRAM
 
-# What XLA calls the text of an optimized program in a folder of `--xla_dump_to`, on each platform.
+# The names that XLA gives the text of an optimized program in a folder of `--xla_dump_to`, on each platform.
 DUMPS = ("*after_optimizations.txt", "*after_optimizations.txt.gz", "*.hlo.txt")
 
 
 def program_file(place: str) -> Path:
-    """The text of a program: a file, the largest program of a dump, or that of a run.
+    """Returns the file with the text of a program: the file itself, the largest program of a dump, or the program of a run.
 
     Raises:
-        BadInput: there is none.
+        BadInput: there is no program.
     """
     path = Path(place)
     if path.is_file():
@@ -35,10 +35,10 @@ def program_file(place: str) -> Path:
 
 
 def read_program(path: Path) -> HloModule:
-    """The program in a file.
+    """Reads the program in a file.
 
     Raises:
-        BadInput: it is no text of an optimized program.
+        BadInput: the file is not the text of an optimized program.
     """
     data = path.read_bytes()
     text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""Which models draw or read images, known from their files without jax; and how the size of an image is written."""
+"""Finds out, from files and without jax, whether a model draws or reads images, and parses image sizes."""
 
 import json
 from pathlib import Path
@@ -12,10 +12,10 @@ from argosy.models import FAMILIES
 
 
 def parsed_size(text: str | int | None) -> tuple[int, int] | None:
-    """Height and width of "WIDTHxHEIGHT", or of one number for both.
+    """Parses "WIDTHxHEIGHT", or one number for both. Returns (height, width); None for None.
 
     Raises:
-        BadInput: it is something else.
+        BadInput: the text is something else.
     """
     if text is None:
         return None
@@ -48,7 +48,7 @@ def check_one_tower(model: str | Path, verb: str, say: Say = lambda _: None) -> 
     """Checks that a MODEL argument is no CLIP with both towers, for a verb that has no use for one.
 
     Raises:
-        BadInput: it is one.
+        BadInput: the model is one.
     """
     if embeds_images(model, say):
         hint = "argosy eval MODEL tasks=images clip=FOLDER scores drawn images; in Python, argosy.load(FOLDER).embed_images(images)"

@@ -95,11 +95,10 @@ class GenerateImages(Settings):
 def generate_images(
     model: str, prompt: str, settings: GenerateImages, say: Callable[[str], None] = lambda _: None
 ) -> list[dict[str, Any]]:
-    """Draws images or videos and writes their files. Returns, for each, its file or folder, seed, number and size.
+    """Draws images or videos and writes their files. Returns the file or folder, seed, number and size of each.
 
     Raises:
-        BadInput: the model draws no images, or no videos; the file has an unknown ending or its folder is missing; or a number does not
-            fit.
+        BadInput: the model draws no images or videos, the file has an unknown suffix, its folder is missing, or a number does not fit.
     """
     target = _target(settings)
     if settings.compare and settings.step_cache is None:
@@ -161,10 +160,10 @@ def generate_images(
 
 
 def _target(settings: GenerateImages) -> Path:
-    """The file or folder to write.
+    """Returns the file or folder to write.
 
     Raises:
-        BadInput: as `generate_images`; or a folder that is not empty, or a package that is missing.
+        BadInput: an error of `generate_images`, the folder is not empty, or a package is missing.
     """
     target, kinds = Path(settings.image), KINDS if settings.frames is None else ANIMATIONS
     is_folder = settings.frames is not None and (not target.suffix or settings.image.endswith(("/", "\\")))
@@ -188,7 +187,7 @@ def _target(settings: GenerateImages) -> Path:
 
 
 def _files(target: Path, settings: GenerateImages) -> list[Path]:
-    """The file, or the folder, of each image or video."""
+    """Returns the file or the folder of each image or video."""
     return [target] if settings.n == 1 else [target.with_stem(f"{target.stem}-{i}") for i in range(settings.n)]
 
 
@@ -201,7 +200,7 @@ def _write_image(file: Path, image: Any, settings: GenerateImages) -> None:
 
 
 def _write_video(file: Path, video: Any, settings: GenerateImages) -> None:
-    """An animated file, or a folder of frames."""
+    """Writes a video as an animated file or a folder of frames."""
     from argosy.core.formats.files import of_bytes, write_file
     from argosy.core.formats.image_files import animation_file, image_file
 
@@ -215,10 +214,10 @@ def _write_video(file: Path, video: Any, settings: GenerateImages) -> None:
 
 
 def _image(where: str, name: str) -> Any:
-    """An image file, [H W 3] uint8.
+    """Reads an image file, [H W 3] uint8.
 
     Raises:
-        BadInput: there is no such file, or it is no image.
+        BadInput: there is no such file, or it is not an image.
     """
     from argosy.core.formats.image_files import read_image
 

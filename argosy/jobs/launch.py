@@ -41,10 +41,10 @@ BLIND = ("jobset", "skypilot")
 class Launch:
     """A launch without mistakes.
 
-    engine: name of the engine.
-    settings: settings of the engine.
+    engine: the name of the engine.
+    settings: the settings of the engine.
     command: the command to run.
-    run: settings of the run.
+    run: the settings of the run.
     """
 
     engine: str
@@ -58,8 +58,8 @@ class Verb:
     """The command to launch, as far as it could be read.
 
     command: the command.
-    run: its settings, if they have no mistakes.
-    good: the settings of the root that have no mistakes.
+    run: the settings of the run, if they have no mistakes.
+    good: the top-level settings without mistakes, by name.
     """
 
     command: Command | None = None
@@ -71,10 +71,10 @@ class Verb:
 class KnownEngine:
     """The engine, as far as it could be read.
 
-    name: its name.
-    settings: its settings, if they have no mistakes.
-    good: the settings that have no mistakes.
-    known: names of the settings that have no mistakes.
+    name: the name of the engine.
+    settings: all settings, if they have no mistakes.
+    good: the settings without mistakes.
+    known: the names of the settings without mistakes.
     """
 
     name: str
@@ -182,7 +182,7 @@ def values_of(reading: Reading[Run]) -> dict[str, Any]:
 
 
 def _checks(engine: KnownEngine, verb: Verb) -> list[Callable[[], object]]:
-    """How an engine and a command go together, as far as both are known."""
+    """Returns the checks that an engine and a command fit together, as far as both are known."""
     if engine.good is None:
         return []
     checks, module = list[Callable[[], object]](), SCHEDULERS.get(engine.name)
@@ -217,7 +217,7 @@ def check_mesh(good: Mapping[str, Any], mesh: MeshSettings, devices: Devices) ->
     """Checks that a mesh fits the devices that an engine requests, and that the batch's rows divide over it.
 
     Raises:
-        BadInput: it does not.
+        BadInput: the mesh or the rows do not fit.
     """
     where = f"{devices.shown} makes {plural(devices.groups * devices.each, 'device')}"
     try:
@@ -240,7 +240,7 @@ def check_mesh(good: Mapping[str, Any], mesh: MeshSettings, devices: Devices) ->
 
 
 def progress_of(launch: Launch) -> Callable[[], object]:
-    """A function that returns the newest checkpoints of the run, in its directory and on the local disk of this host."""
+    """Returns a function that returns the newest checkpoints of the run, in its directory and on the local disk of this host."""
     local = launch.run.value.checkpoint.local
 
     def progress() -> object:

@@ -21,7 +21,7 @@ CACHE_HINT = "set XDG_CACHE_HOME to a writable folder"
 
 
 def prepare() -> None:
-    """Sets what XLA and malloc read at start; replaces the process once if huge pages are available."""
+    """Sets the environment variables that XLA and malloc read at start. Replaces the process once if huge pages are available."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     _wide_vectors()
     if signals.is_command() and wants_huge_pages():
@@ -50,13 +50,13 @@ def _wide_vectors() -> None:
 
 
 def cache_folder(name: str = "xla") -> Path | None:
-    """The folder of compiled programs, shared between processes; None if this user has no home directory."""
+    """Returns the folder of compiled programs, which processes share; None if this user has no home directory."""
     home = cache_home()
     return None if home is None else home / name
 
 
 def programs_folder() -> Path | None:
-    """The folder of a server's programs (`ops.programs.store`), beside that of JAX's compilation cache."""
+    """Returns the folder of a server's programs (`ops.programs.store`), beside that of JAX's compilation cache."""
     return cache_folder("programs")
 
 
@@ -78,7 +78,7 @@ def start_jax() -> None:
 
 
 def machine_summary() -> str:
-    """Python, jax, system, cores and devices in one line."""
+    """Describes Python, jax, the system, cores and devices in one line."""
     import jax
 
     devices = jax.devices()

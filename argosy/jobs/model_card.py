@@ -24,13 +24,13 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True)
 class Lineage:
-    """Where a model comes from.
+    """The origin of a model.
 
-    kind: hub, compressed-tensors, peft, diffusers, gguf or argosy.
-    base: the model that it was trained or quantized from; None: random weights, or unknown.
-    settings: those of its run, as they were resolved; empty for folders.
-    numbers: the last loss and evaluations of its run, by name.
-    step: of its checkpoint.
+    kind: the format: hub, compressed-tensors, peft, diffusers, gguf or argosy.
+    base: the model that it was trained or quantized from, None for random weights or if unknown.
+    settings: the resolved settings of the run; empty for folders.
+    numbers: the last loss and evaluations of the run, by name.
+    step: the step of the checkpoint.
     about: other facts for the table, by name.
     """
 
@@ -43,7 +43,7 @@ class Lineage:
 
 
 def hub_base(*names: Any) -> HubName | None:
-    """The first of these that is the name of a model on the Hub, as `hf:OWNER/NAME`, as a path in its cache, or as OWNER/NAME."""
+    """Returns the first name that is one of a model on the Hub: `hf:OWNER/NAME`, a path in the Hub's cache, or OWNER/NAME."""
     for address in (str(name) for name in names if name):
         if address.startswith("hf:"):
             return HubName.parse(address)
@@ -55,7 +55,7 @@ def hub_base(*names: Any) -> HubName | None:
 
 
 def card_front(text: str) -> dict[str, Any]:
-    """The front matter of a card; empty where there is none that can be read."""
+    """Reads the front matter of a card; empty if there is none that can be read."""
     match = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
     try:
         return dict(yaml_text_layer(match[1], "README.md").values) if match else {}
@@ -65,11 +65,14 @@ def card_front(text: str) -> dict[str, Any]:
 
 
 def model_card(name: HubName, lineage: Lineage, *, license: str | None = None, base_card: str = "", tags: Sequence[str] = ()) -> str:
-    """The card.
+    """Writes the card of a model. Returns its text.
 
     Args:
+        name: the name of the model on the Hub.
+        lineage: the origin of the model.
+        license: the license. None inherits that of the base.
         base_card: the text of the base's card, whose license and languages are inherited.
-        tags: more tags.
+        tags: further tags.
     """
     inherited = {key: value for key, value in card_front(base_card).items() if key in INHERITED}
     if license is not None:

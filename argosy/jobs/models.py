@@ -30,10 +30,10 @@ SUBLAYERS = {"attn": "attention", "mlp": "feed-forward"}
 class Cached:
     """The cache of some layers.
 
-    layers: number of layers.
-    token: numbers per token and layer.
-    row: numbers per sequence and layer.
-    span: number of tokens that a layer attends to; None: all.
+    layers: the number of layers.
+    token: the cached numbers per token and layer.
+    row: the cached numbers per sequence and layer.
+    span: the number of tokens that a layer attends to. None means all.
     """
 
     layers: int
@@ -43,7 +43,7 @@ class Cached:
 
 
 def listing() -> dict[str, Any]:
-    """Families, and presets with their parameters."""
+    """Returns the families, and the presets with their numbers of parameters."""
     rows = []
     for name in presets():
         config = preset_config(name)
@@ -60,14 +60,14 @@ def listing() -> dict[str, Any]:
 
 
 def describe(name: str, context: int | None = None) -> dict[str, Any]:
-    """One model: sizes, parameters, work and memory.
+    """Describes a model: sizes, parameters, FLOPs and memory.
 
     Args:
-        name: a preset, or a stored model: Hub folder, .gguf file, run directory, checkpoint.
-        context: sequence length in tokens for memory and FLOPs; the model's own context by default.
+        name: a preset, or a stored model: a Hub folder, .gguf file, run directory or checkpoint.
+        context: the sequence length in tokens for memory and FLOPs. The default is the model's own context.
 
     Raises:
-        BadInput, UnknownName, Damaged: there is no such model, or it reads no tokens.
+        BadInput, UnknownName, Damaged: there is no such model, or it does not read tokens.
     """
     from argosy.run.memory import training_bytes
 
@@ -118,7 +118,7 @@ def modules(config: Any) -> list[str]:
 
 
 def config_named(name: str, say: Say = lambda _: None) -> Any:
-    """The config of a preset or a stored model.
+    """Returns the config of a preset or a stored model.
 
     Raises:
         BadInput, UnknownName, Damaged: there is no such model.
@@ -162,7 +162,7 @@ def used_by(name: str) -> list[str]:
 
 
 def cache_groups(model: Any) -> list[Cached]:
-    """The caches of a model's layers, grouped by the number of tokens they attend to."""
+    """Returns the caches of a model's layers, grouped by the number of tokens that layers attend to."""
     out: dict[tuple[int, int, int | None], int] = {}
     for spec, layers in model.layers.holds().values():
         token, row = (sum(math.prod(shape) for _, shape in arrays) for arrays in (spec.token, spec.row))
@@ -180,7 +180,7 @@ def cache_bytes(cached: Iterable[Cached], tokens: int, size: int) -> int:
 
 
 def parts(model: Any) -> dict[str, int]:
-    """Parameters by part, summed over layers."""
+    """Returns the number of parameters by kind of module, summed over layers."""
     from argosy.models.parts.weight import variables
 
     out: dict[str, int] = {}

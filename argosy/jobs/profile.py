@@ -1,4 +1,4 @@
-"""`argosy profile`: asks a run that is under way for a capture of some steps, or reads one that is there."""
+"""`argosy profile`: requests a capture of some steps from a running job, or reads an existing capture."""
 
 import time
 from collections.abc import Callable
@@ -20,16 +20,17 @@ Say = Callable[[str], None]
 def profile(
     place: str, steps: int | None = None, *, at: int | None = None, timeout: float = 600.0, say: Say = lambda _: None
 ) -> Profile:
-    """The tables of a capture.
+    """Returns the tables of a capture.
 
     Args:
         place: a run directory, a capture in one, or a log directory of the profiler.
-        steps: asks the run for so many steps; None: reads the newest capture.
-        at: reads the capture that begins with this step.
+        steps: the number of steps of a new capture that is requested from the run. None reads the newest capture.
+        at: the first step of the capture to read. None reads the newest one.
+        timeout: the seconds to wait for a new capture.
 
     Raises:
-        BadInput: there is no run, it is not under way, or it has no capture.
-        ArgosyError: the run ended, or did not answer in time.
+        BadInput: there is no run, it is not running, or it has no capture.
+        ArgosyError: the run ended, or did not reply in time.
     """
     path = Path(place)
     if (path / "window.json").is_file():
@@ -50,11 +51,11 @@ def profile(
 
 
 def request_capture(run: Path, steps: int, timeout: float, say: Say) -> Path:
-    """Asks a run for a capture, and waits for it. Returns its folder.
+    """Requests a capture from a run and waits for it. Returns the folder of the capture.
 
     Raises:
-        BadInput: nobody works on the run.
-        ArgosyError: it ended before the capture was complete, or took longer than `timeout` seconds.
+        BadInput: the run is not running.
+        ArgosyError: the run ended before the capture was complete, or took longer than `timeout` seconds.
     """
     if not listing.is_held(run):
         raise BadInput(f"{run} is not running", hint="without steps=, captures that it took are shown; profile.steps=10-12 takes one")
@@ -77,10 +78,10 @@ def request_capture(run: Path, steps: int, timeout: float, say: Say) -> Path:
 
 
 def read_profile(folder: Path) -> Profile:
-    """The tables of a capture in a run directory.
+    """Reads the tables of a capture in a run directory.
 
     Raises:
-        BadInput: it is not complete.
+        BadInput: the capture is not complete.
     """
     window: Window = read_window(folder)
     text = folder / "process-0.hlo.txt"

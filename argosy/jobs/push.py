@@ -35,8 +35,10 @@ LAYOUTS = {"model_index.json": "diffusers", "adapter_config.json": "peft", "conf
 
 @dataclass(frozen=True)
 class PushSource:
-    """What goes up: a folder or a file, and where it comes from.
+    """The folder or file to upload, and its origin.
 
+    path: the folder or file.
+    lineage: the origin of the model.
     staged: whether the folder was written for this push, and is removed after it.
     """
 
@@ -70,11 +72,11 @@ def push(
     dry: bool = False,
     say: Say = lambda _: None,
 ) -> dict[str, Any]:
-    """Uploads a model. Returns what was or, with `dry`, would be sent.
+    """Uploads a model. Returns the facts about what was sent, or with `dry` would be sent.
 
     Raises:
-        BadInput: there is no such model, the target is no name, or the Hub does not allow it.
-        ArgosyError: the connection broke; the same command resumes.
+        BadInput: there is no such model, the target is not a name on the Hub, or the Hub does not permit the upload.
+        ArgosyError: the connection broke. The same command resumes.
     """
     if not is_hub(target):
         raise BadInput(f"`{target}` is no name of the Hub", hint=f"argosy push {model} hf:OWNER/NAME")
@@ -124,10 +126,10 @@ def push(
 
 
 def push_source(model: Path, *, merge: bool = False, dtype: str | None = None, say: Say = lambda _: None) -> PushSource:
-    """What goes up for a model.
+    """Returns the folder or file to upload for a model, which is converted first if necessary.
 
     Raises:
-        BadInput: it is no model, or a setting is not for its kind.
+        BadInput: this is not a model, or a setting does not apply to its kind.
     """
     kind = "gguf" if model.suffix == ".gguf" else next((LAYOUTS[name] for name in LAYOUTS if (model / name).is_file()), None)
     if kind is not None:

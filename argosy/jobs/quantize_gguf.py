@@ -1,6 +1,6 @@
 """`argosy quantize MODEL OUT.gguf preset=q4_k_m`: writes a GGUF file in llama.cpp's types, tensor by tensor.
 
-Memory stays below twice the source's largest tensor plus a few slabs. After a kill, the same command starts anew.
+Memory stays below twice the source's largest tensor plus a few slabs. After a kill, the same command starts again from the beginning.
 """
 
 import math
@@ -35,8 +35,8 @@ def quantize_gguf(
         preset: one of `MIXTURES`.
 
     Raises:
-        BadInput: the source is no model or quantized already, the target exists, or there is no such preset; nothing is written.
-        Unsupported: the family or a setting has no place in a GGUF file.
+        BadInput: the source is not a model or already quantized, the target exists, or there is no such preset. Nothing is written.
+        Unsupported: a GGUF file cannot express the family or a setting.
     """
     start, target_mixture = time.monotonic(), mixture(preset)
     stored = open_source(source, say)

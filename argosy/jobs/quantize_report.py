@@ -17,7 +17,7 @@ Say = Callable[[str], None]
 
 
 def planned_text(source: str, text: str, windows: int) -> tuple[EvalSettings, Sequence[PlannedTask]]:
-    """The evaluation of a text.
+    """Plans the evaluation of a text.
 
     Raises:
         UserError: there is no such text or model, or the model has no tokenizer.
@@ -32,7 +32,7 @@ def planned_text(source: str, text: str, windows: int) -> tuple[EvalSettings, Se
 
 
 def measure_change(source: str, target: str, settings: EvalSettings, planned: Sequence[PlannedTask], say: Say) -> dict[str, Any]:
-    """The perplexity of a text by a model before and after it was quantized: `before`, `after`, `tokens`."""
+    """Measures the perplexity of a text under a model and its quantized version. Returns `before`, `after` and `tokens`."""
     from argosy.infer.load import load_lm
 
     figures = []
@@ -47,7 +47,7 @@ def check_report(path: str) -> None:
     """Checks that a page can be written.
 
     Raises:
-        BadInput: it cannot.
+        BadInput: the page cannot be written.
     """
     if not path.endswith(".html"):
         raise BadInput(f"report={path} does not end in .html", hint="report=report.html")

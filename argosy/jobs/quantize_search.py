@@ -43,15 +43,15 @@ def search_recipe(
 
     Args:
         target: a new YAML file.
-        budget: average bits per weight in the matrices of the layers, including scales.
+        budget: the average bits per weight in the matrices of the layers, including scales.
         presets: the names in `PRESETS` to choose from.
-        data: calibration data.
-        samples: number of sequences of calibration data.
+        data: the calibration data.
+        samples: the number of sequences of calibration data.
 
     Raises:
-        BadInput: the source is no model or quantized already, the target exists, there is no such preset, the budget is below the
-            cheapest preset or above the dearest, or the data has too few tokens; nothing is written.
-        Unsupported: the model predicts no tokens.
+        BadInput: the source is not a model or already quantized, the target exists, there is no such preset, the budget is below the
+            cheapest preset or above the dearest, or the data has too few tokens. Nothing is written.
+        Unsupported: the model does not predict tokens.
     """
     start = time.monotonic()
     check_file(target)
@@ -128,7 +128,7 @@ def check_file(target: Path) -> None:
     """Checks that a new file can be written.
 
     Raises:
-        BadInput: it cannot.
+        BadInput: the file cannot be written.
     """
     if target.exists() or target.is_symlink():
         raise BadInput(f"{target} exists", hint="name a new file; nothing is ever overwritten")
@@ -160,7 +160,7 @@ def check_budget(budget: float, uniform: Mapping[str, float]) -> None:
     """Checks a budget against the bits per weight of each preset alone.
 
     Raises:
-        BadInput: it is below or above all of them.
+        BadInput: the budget is below or above all of them.
     """
     # Rounded up, so that a budget that is copied from the message is none that is refused again.
     every = ", ".join(f"{name} {math.ceil(1000 * bits) / 1000:.3f}" for name, bits in uniform.items())

@@ -25,9 +25,9 @@ from argosy.weights.stream import in_order, tensor_bytes
 
 # Entries of model_index.json that change no image.
 INDEX_IGNORED = ("_diffusers_version", "_name_or_path", "requires_safety_checker")
-# What entries of model_index.json are taken to be that are left out.
+# The values of missing entries of model_index.json.
 INDEX_DEFAULTS = {"force_zeros_for_empty_prompt": True}
-# Keys of tokenizer_config.json that decide the shape of a prompt's ids, and what they are taken to be where they are left out.
+# Keys of tokenizer_config.json that determine the shape of a prompt's ids, and their values where they are missing.
 TOKENIZER_KEYS = {"model_max_length": None, "padding_side": "right"}
 # 8 MB in float64; a few of them exist at once.
 SLAB_VALUES = 1 << 20
@@ -45,11 +45,11 @@ def compare(
     the result is true if nothing differs.
 
     Args:
-        tolerance: None: every byte must be equal. A number: types may differ, and values may differ by this share of the largest
-            magnitude in `b`.
+        tolerance: how far values may differ, as a share of the largest magnitude in `b`; types may then differ too. With None, every
+            byte must be equal.
 
     Raises:
-        BadInput, Damaged: one of them is not a model, or is a diffusers folder and the other is none.
+        BadInput, Damaged: one of the two is not a model, or only one of them is a diffusers folder.
     """
     folders = Path(local_model(a, say)), Path(local_model(b, say))
     if all((folder / DIFFUSERS_INDEX).is_file() for folder in folders):
@@ -75,7 +75,7 @@ def compare(
 
 
 def _compared_parts(a: Path, b: Path, tolerance: float | None, say: Callable[[str], None], progress: Progress) -> dict[str, Any]:
-    """The comparison of two diffusers folders: names begin with those of their parts."""
+    """Compares two diffusers folders. Names in the result begin with the names of the models' subfolders."""
     in_a, in_b = _parts(a), _parts(b)
     both, comparisons = [name for name in in_a if name in in_b], dict[str, dict[str, Any]]()
     if not both:
@@ -104,10 +104,10 @@ def _compared_parts(a: Path, b: Path, tolerance: float | None, say: Callable[[st
 
 
 def _parts(folder: Path) -> list[str]:
-    """The models of a diffusers folder that its pipeline draws with.
+    """Returns the subfolders of the models that a pipeline of diffusers draws with.
 
     Raises:
-        BadInput: it has none.
+        BadInput: the folder has no models.
     """
     listed = _listed(folder)
     names = sorted(path.parent.name for path in folder.glob("*/config.json"))
@@ -119,7 +119,7 @@ def _parts(folder: Path) -> list[str]:
 
 
 def _listed(folder: Path) -> list[str]:
-    """The parts that model_index.json of a diffusers folder names, without those that no image is drawn with."""
+    """Returns the subfolders that model_index.json of a diffusers folder names, without those that are not used to draw images."""
     index = read_json_object(folder / DIFFUSERS_INDEX)
     return [name for name, library in index.items() if isinstance(library, list) and library[:1] != [None] and name not in UNUSED]
 
@@ -134,7 +134,7 @@ def _index_settings(a: Path, b: Path) -> list[dict[str, Any]]:
 
 
 def _tokenizer_settings(a: Path, b: Path) -> list[dict[str, Any]]:
-    """What the tokenizers of two diffusers folders make of a prompt, where it differs."""
+    """Returns the settings in which the tokenizers of two diffusers folders differ, as far as they affect the ids of a prompt."""
     names = [name for name in dict.fromkeys([*_listed(a), *_listed(b)]) if name.startswith("tokenizer")]
     differences = list[dict[str, Any]]()
     for name in names:
@@ -145,8 +145,8 @@ def _tokenizer_settings(a: Path, b: Path) -> list[dict[str, Any]]:
 
 
 def _tokenizer(folder: Path) -> dict[str, Any]:
-    """What decides the ids of a prompt: the hash of a vocabulary, special tokens, the length, the side of padding, chat templates.
-    Empty without the folder."""
+    """Returns the settings of a tokenizer that affect the ids of a prompt: the hash of the vocabulary, special tokens, the length, the
+    side of padding, chat templates. Empty without the folder."""
     if not folder.is_dir():
         return {}
     tokenizer = load_tokenizer(folder)
@@ -157,7 +157,7 @@ def _tokenizer(folder: Path) -> dict[str, Any]:
 
 
 def _sampler_settings(a: Path, b: Path) -> list[dict[str, Any]]:
-    """The settings in which the samplers of two diffusers folders differ."""
+    """Returns the settings in which the samplers of two diffusers folders differ."""
     first, second = (_sampler(folder / "scheduler" / "scheduler_config.json") for folder in (a, b))
     names = [name for name in dict.fromkeys([*first, *second]) if name != "_diffusers_version" and first.get(name) != second.get(name)]
     return [{"name": f"scheduler/{name}", "a": first.get(name), "b": second.get(name)} for name in names]
@@ -168,7 +168,7 @@ def _sampler(path: Path) -> dict[str, Any]:
 
 
 def _settings(first: OpenedModel, second: OpenedModel) -> list[dict[str, Any]]:
-    """The settings in which the two differ: equal weights with another rope base are another model."""
+    """Returns the settings in which two models differ, because equal weights with another rope base are another model."""
     a, b = (stored.config.resolved().model_dump(mode="json") for stored in (first, second))
     if type(first.config) is not type(second.config):
         return [{"name": "family", "a": type(first.config).__name__, "b": type(second.config).__name__}]
@@ -187,7 +187,7 @@ def _differences(
 
 
 def _difference(first: OpenedModel, second: OpenedModel, name: str, tolerance: float | None) -> dict[str, Any] | None:
-    """How the two differ; None if they are as equal as the tolerance asks."""
+    """Returns the difference of a tensor between two models; None if they are equal within the tolerance."""
     shapes = first.weights.shape(name), second.weights.shape(name)
     if shapes[0] != shapes[1]:
         return {"what": "shape", "a": list(shapes[0]), "b": list(shapes[1])}
@@ -203,7 +203,7 @@ def _difference(first: OpenedModel, second: OpenedModel, name: str, tolerance: f
 
 
 def _pairs(first: TensorReader, second: TensorReader, name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The tensor of both models; part by part if either is read in parts."""
+    """Yields a tensor of both models, entry by entry along the first axis if one of them is stored in parts."""
     if not (is_apart(first, name) or is_apart(second, name)):
         yield first.read(name), second.read(name)
         return
@@ -212,7 +212,7 @@ def _pairs(first: TensorReader, second: TensorReader, name: str) -> Iterator[tup
 
 
 def _same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether the bytes are the same: NaN equals itself here, and 0 differs from -0."""
+    """Whether the bytes of two arrays are equal. So NaN equals itself, and 0 differs from -0."""
     raw = f"u{a.dtype.itemsize}"
     return all(np.array_equal(x.view(raw), y.view(raw)) for x, y in _slabs(a, b))
 
@@ -224,11 +224,11 @@ def _slabs(a: np.ndarray, b: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarra
 
 
 def distances(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
-    """How far apart two arrays of the same shape are.
+    """Computes how far apart two arrays of the same shape are.
 
     Returns:
-        max_abs: the largest difference of two values; relative: max_abs as a share of `largest`, the largest magnitude in `b`;
-            cosine: of the angle between the arrays, 1 if they point the same way. NaN if either contains one.
+        `max_abs`, the largest difference of two values; `largest`, the largest magnitude in `b`; `relative`, max_abs / largest; and
+            `cosine`, the cosine of the angle between the arrays. They are NaN if one of the arrays contains NaN.
     """
     return _distances(_slabs(a, b))
 

@@ -67,8 +67,8 @@ class Summary:
 
 
 def find(root: str | Path = "runs") -> list[Path | str]:
-    """The run directories under a folder, including the folder itself, last written first. Under an address only the address itself
-    and the directories directly under it are found, because walking through a bucket takes a request for each of them.
+    """Finds the run directories under a folder, including the folder itself, the last written first. Under an address only the address
+    itself and the directories directly under it are found, because walking through a bucket takes a request for each directory.
 
     Raises:
         BadInput: there is no such folder.
@@ -169,10 +169,10 @@ def store_of(path: str | Path) -> Store:
 
 
 def require(path: str | Path) -> Path | str:
-    """A run directory: the path of a folder, or an address.
+    """Returns the path of a run directory, or its address, after a check.
 
     Raises:
-        BadInput: it is not a run directory.
+        BadInput: this is not a run directory.
     """
     store, hint = store_of(path), "`argosy runs` lists those under runs/"
     if not store.is_local:
@@ -196,12 +196,12 @@ def is_run(path: str | Path) -> bool:
 
 
 def checkpoints(path: str | Path) -> list[int]:
-    """Committed steps, oldest first."""
+    """Returns the committed steps, oldest first."""
     return RunDirectory(path).steps()
 
 
 def size_bytes(path: str | Path, step: int) -> int:
-    """Bytes of one checkpoint, from its manifest.
+    """Returns the bytes of one checkpoint, from its manifest.
 
     Raises:
         Damaged: the manifest differs from what was written.
@@ -210,7 +210,7 @@ def size_bytes(path: str | Path, step: int) -> int:
 
 
 def _files_of(store: Store, step: int) -> dict[str, Any]:
-    """The manifest of a checkpoint."""
+    """Reads the manifest of a checkpoint."""
     name = f"{CHECKPOINTS}/{step}"
     if store.is_local:
         return manifest.read_manifest(store.local_path(name))
@@ -221,7 +221,8 @@ def _files_of(store: Store, step: int) -> dict[str, Any]:
 
 
 def trouble(path: str | Path, step: int, verify: bool = False) -> str | None:
-    """The problem of a checkpoint: its manifest, a missing file, or a size; with `verify`, any byte. None if there is none."""
+    """Checks a checkpoint: its manifest and the names and sizes of its files, with `verify` also every byte. Returns the problem, or
+    None."""
     store = store_of(path)
     try:
         files = _files_of(store, step)
@@ -241,10 +242,10 @@ def trouble(path: str | Path, step: int, verify: bool = False) -> str | None:
 
 
 def _trouble_elsewhere(store: Store, step: int, files: Mapping[str, Any], verify: bool) -> str | None:
-    """The same of a checkpoint in a store, some files at a time, of which nothing is kept.
+    """Checks a checkpoint in a store as `trouble` does, several files at a time, without keeping them.
 
     Raises:
-        Damaged: a byte is another, or a file is missing.
+        Damaged: a byte differs, or a file is missing.
     """
     from argosy.checkpoint.medium.objects import download
 
@@ -283,7 +284,7 @@ def is_held(path: str | Path) -> bool:
 
 
 def _last_numbers(path: str | Path) -> dict[str, float]:
-    """The last value written for each number, by step."""
+    """Returns the last value of each metric."""
     lines = [line for line in metrics.read(store_of(path)) if as_int(line.get("step")) is not None]
     by_name = {name: metrics.by_step(lines, name) for name in FINAL}
     last = {name: values[max(values)] for name, values in by_name.items() if values}
@@ -291,19 +292,19 @@ def _last_numbers(path: str | Path) -> dict[str, float]:
 
 
 def last_write_s(path: str | Path) -> float | None:
-    """Time of the run's last write, in seconds since 1970."""
+    """Returns the time of the run's last write, in seconds since 1970."""
     store = store_of(path)
     times = [store.written_s(name) for name in (metrics.FILE, SETTINGS) if store.exists(name)]
     return max((seconds for seconds in times if seconds is not None), default=None)
 
 
 def as_int(value: Any) -> int | None:
-    """The value if it is an integer, otherwise None."""
+    """Returns the value if it is an integer, otherwise None."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def table_text(value: Any) -> str:
-    """A setting or a number as text for a table."""
+    """Formats a setting or a number for a table."""
     return f"{value:.6g}" if isinstance(value, float) else value_text(value)
 
 

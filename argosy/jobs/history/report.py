@@ -30,10 +30,10 @@ STATES = {runs.CAN_RESUME: "stopped", runs.DAMAGED: "damaged"}
 
 
 def report(path: str | Path) -> Path | str:
-    """Writes report.html into a run directory; returns its path, or its address in a store.
+    """Writes report.html into a run directory. Returns the path of the page, or its address in a store.
 
     Raises:
-        BadInput: it is not a run directory.
+        BadInput: this is not a run directory.
     """
     path = runs.require(path)
     runs.store_of(path).write_text(REPORT, render_report(record(path)))
@@ -41,7 +41,7 @@ def report(path: str | Path) -> Path | str:
 
 
 def record(path: Path | str) -> RunRecord:
-    """Collects what the report shows of the run in a directory."""
+    """Collects the facts of a run for its report."""
     summary, store = runs.summary(path), runs.store_of(path)
     try:
         values = runs.read_run_settings(path)
@@ -70,7 +70,7 @@ def record(path: Path | str) -> RunRecord:
 
 
 def _profile(store: Store) -> Any:
-    """The newest capture by the profiler, if the run has one: reading it imports jax."""
+    """Returns the newest capture by the profiler; None if the run has none. Reading a capture imports jax."""
     if not store.is_local or not captures(store.local_path()):
         return None
     from argosy.jobs.profile import profile_of_run
@@ -79,7 +79,7 @@ def _profile(store: Store) -> Any:
 
 
 def _images(store: Any, lines: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, bytes]]:
-    """The grids that a run of images drew, of which the last of each step counts."""
+    """Returns the image grids that a run drew. Of several grids of the same name, the last one counts."""
     by_name = {line["sample_image"]: line for line in lines if "sample_image" in line}
     grids = []
     for name, line in by_name.items():
@@ -90,7 +90,7 @@ def _images(store: Any, lines: Sequence[Mapping[str, Any]]) -> list[tuple[int, s
 
 
 def facts(values: Mapping[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """A description of the run, from its settings and from the header that each of its processes logged."""
+    """Describes the run, from its settings and from the headers that its starts logged."""
     description = headers(lines)
     try:
         config: Any = Choice(FAMILIES, tag="family").build(values["model"])
@@ -109,7 +109,7 @@ def facts(values: Mapping[str, Any], lines: list[dict[str, Any]]) -> dict[str, A
 
 
 def headers(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The contents of all logged headers, later ones winning. The oldest versions called a header `facts`."""
+    """Merges all logged headers, of which later ones override earlier ones. The oldest versions called a header `facts`."""
     contents: dict[str, Any] = {}
     for line in lines:
         for name in ("facts", "header"):
@@ -118,7 +118,7 @@ def headers(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def surroundings() -> dict[str, str]:
-    """Versions and machine of the process that writes the report; no host name."""
+    """Returns the versions and the machine of the process that writes the report, without a host name."""
     versions = {name: v for name, v in environment.versions().items() if v != "not installed"}
     here = environment.machine()
     memory = f", {format_bytes(here['memory_bytes'])}" if here["memory_bytes"] else ""
@@ -127,7 +127,7 @@ def surroundings() -> dict[str, str]:
 
 
 def command(path: Path | str, settings: Sequence[tuple[str, Any, str]], lines: Sequence[Mapping[str, Any]] = ()) -> str:
-    """The command that repeats the run from its own settings, and the command as it was typed, if known."""
+    """Returns the command that repeats the run from its own settings, and the command as it was typed, if known."""
     again = f"{as_run()} train {path} dir={path}-again"
     typed = str(headers(lines).get("command") or "")
     if typed:
@@ -149,7 +149,7 @@ def _story(store: Store) -> dict[str, Any]:
 
 
 def _evaluations(path: Path | str) -> list[Evaluated]:
-    """The last result of each task at each step."""
+    """Returns the last result of each task at each step."""
     results: dict[tuple[str, int | None], Evaluated] = {}
     for line in RunDirectory(path).evaluations():
         step = runs.as_int(line.get("step"))

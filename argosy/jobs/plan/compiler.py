@@ -1,5 +1,5 @@
-"""The compiler's answer, in a process of its own: compilers for devices that are absent print to stderr, end the process over flags
-that they do not know, and take several GB. Answers are kept by the content of the program."""
+"""Runs compilers for absent devices in a separate process, because they print to stderr, end the process over unknown flags, and take
+several GB. Results are cached by the content of the program."""
 
 import hashlib
 import json
@@ -18,10 +18,10 @@ PACKAGE = Path(__file__).parents[2]
 
 
 def answer_of_compiler(function: str, inputs: Mapping[str, Any], device: str) -> Any:
-    """What a function returns in a process of its own, as JSON.
+    """Runs a function in a separate process. Returns its result, which is JSON.
 
     Args:
-        function: `module:name`, of a function of `inputs`.
+        function: the function as `module:name`. It is called with `inputs`.
 
     Raises:
         BadInput: the process ended without an answer.
@@ -43,7 +43,7 @@ def answer_of_compiler(function: str, inputs: Mapping[str, Any], device: str) ->
 
 
 def answer_alone() -> None:
-    """The process that compiles: reads what is asked from its last argument, and writes the answer."""
+    """Is the main function of that process: reads the request from its last argument, and writes the result."""
     from importlib import import_module
 
     import jax
@@ -56,10 +56,10 @@ def answer_alone() -> None:
 
 
 def cached_answer(content: Sequence[str], library: str, make: Callable[[], Any]) -> Any:
-    """An answer from the cache, or a new one, which is put there.
+    """Returns a result from the cache, or computes a new one and stores it.
 
     Args:
-        content: what it is an answer about: programs, options, devices. This package's own estimates and versions are added.
+        content: the programs, options and devices that determine the result. The code of estimates and versions are added.
         library: the package of the compiler.
     """
     path = _file(content, library)

@@ -22,11 +22,11 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class PlannedFiles:
-    """What is known of a model before its weights are read.
+    """The facts about a model that are known without reading its weights.
 
-    schemes: of the contractions that are stored in few bits, by their per-layer names.
-    dtype: gives the type of a stored weight, by its per-layer name.
-    is_preset: whether it is the name of a preset, which stands for the weights that are published.
+    schemes: the schemes of quantized contractions, by per-layer name.
+    dtype: maps the per-layer name of a weight to its stored type.
+    is_preset: whether the name is that of a preset, which stands for the published weights.
     """
 
     config: Any
@@ -36,10 +36,10 @@ class PlannedFiles:
 
 
 def planned_files(name: str) -> PlannedFiles:
-    """A model by its name or path.
+    """Returns the facts about a model, by its name or path.
 
     Raises:
-        BadInput: there is none here, or it generates no text.
+        BadInput: there is no such model on this machine, or it does not generate text.
     """
     from argosy.checkpoint.open import open_model
     from argosy.run.settings.recipe_files import preset_config, presets

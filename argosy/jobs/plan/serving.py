@@ -52,13 +52,13 @@ class ServePlanSettings(Settings):
 
 
 def plan_serving(name: str, settings: ServePlanSettings, say: Say) -> dict[str, Any]:
-    """The answer as a document.
+    """Plans a server. Returns the plan as a JSON object. If the server does not fit, `fits` is false in it.
 
     Args:
         name: a preset, or a model on this machine.
 
     Raises:
-        UserError: a mistake in the settings. A server that does not fit is none: `fits` is false.
+        UserError: there is a mistake in the settings.
     """
     from argosy.observe.memory import resident_bytes
     from argosy.parallel.target import Target

@@ -47,13 +47,13 @@ class PlanSettings(Settings):
 
 @dataclass
 class Planned:
-    """The parts of an answer.
+    """The parts of a plan.
 
-    model, compiler: figures of the analytic model, and of the compiler; None where it was not asked.
-    missing: the package that brings the compiler, where it is not installed.
-    changed: settings that were changed because the recipe's do not fit the number of devices.
-    nearest: settings with which it fits, where it does not.
-    rollouts: the plan of its rollouts, if it has any (`run.plan.rollouts`).
+    model, compiler: the figures of the analytic model and of the compiler, None if the compiler was not used.
+    missing: the package that contains the compiler, if it is not installed.
+    changed: the settings that were changed because those of the recipe do not fit the number of devices.
+    nearest: settings with which the run fits, if it does not fit.
+    rollouts: the plan of the rollouts, if the run has any (`run.plan.rollouts`).
     """
 
     assembly: Any
@@ -70,10 +70,10 @@ class Planned:
 
 
 def plan(recipe: str, words: Sequence[str], settings: PlanSettings, say: Say) -> dict[str, Any]:
-    """The answer as a document.
+    """Plans a run. Returns the plan as a JSON object. If the run does not fit, `fits` is false in it.
 
     Raises:
-        UserError: a mistake in the settings. A run that does not fit is none: `fits` is false.
+        UserError: there is a mistake in the settings.
     """
     from argosy.parallel.target import Target
 

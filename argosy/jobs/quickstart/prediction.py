@@ -1,4 +1,4 @@
-"""The time that training will take, from the first steps that this machine makes."""
+"""Predicts the time that training will take, from the first steps on this machine."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,11 +9,11 @@ from argosy.run.view import View
 
 
 class PredictingView:
-    """A view that measures a step and says how long all steps will take; everything else goes to `view`.
+    """A view that measures a step and reports how long all steps will take. All other events go to `view`.
 
-    The first logged interval does not count: in it memory is touched for the first time.
+    The first logged interval does not count, because memory is touched for the first time in it.
 
-    seconds: the prediction for all steps; None until it is made.
+    seconds: the prediction for all steps, None until it is made.
     """
 
     def __init__(self, view: View, run: Run):

@@ -29,9 +29,9 @@ PATIENCE_S = 120
 class Proof:
     """The result of the proof.
 
-    steps: number of steps of both runs.
+    steps: the number of steps of both runs.
     killed_at: the last logged step before the kill.
-    resumed_from: step of the checkpoint that it resumed from.
+    resumed_from: the step of the checkpoint that the killed run resumed from.
     same_losses: whether the losses are equal bit for bit.
     same_weights: whether the weights are equal bit for bit.
     """
