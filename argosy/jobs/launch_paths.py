@@ -28,7 +28,7 @@ LOCAL = frozenset(("tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "
 
 
 def remarks(launch: Launch) -> list[str]:
-    """The remarks to the user before the file is written; a remark lists all paths that it concerns."""
+    """Returns the remarks to the user before the file is written. A remark lists all paths that it concerns."""
     paths_by_key = dict(paths(launch.run.value))
     if launch.engine == "slurm":
         return of_slurm(launch, paths_by_key)
@@ -69,7 +69,7 @@ def any_file(path: Path) -> bool:
 
 
 def of_slurm(launch: Launch, paths_by_key: dict[str, str]) -> list[str]:
-    """Remarks about paths on local disks of this machine, which the machines of the job may lack."""
+    """Returns remarks about paths on local disks of this machine, which the machines of the job may lack."""
     paths_by_key = {"the folder of this command": os.getcwd(), "dir": launch.command.folder} | paths_by_key
     if launch.command.recipe is not None:
         paths_by_key |= {"the recipe": str(launch.command.recipe)}
@@ -90,7 +90,7 @@ def remark(paths: list[str], why: str, way: str) -> str:
 
 
 def paths(run: Any) -> Iterator[tuple[str, str]]:
-    """(setting, path) of every file and folder of this machine that the settings of a run name."""
+    """Yields (setting, path) for every file and folder of this machine that the settings of a run name."""
     flat: dict[str, Any] = flatten(dump(run))
     places = [run.data.source] if isinstance(run.data.source, str) else [mixed.path for mixed in run.data.source]
     for place in places:
@@ -114,7 +114,7 @@ def paths(run: Any) -> Iterator[tuple[str, str]]:
 
 
 def of_code(name: str) -> str | None:
-    """The file of FILE.py:FUNCTION, or the folder of a reward model; None if a name refers to an installed module."""
+    """Returns the file of FILE.py:FUNCTION, or the folder of a reward model; None if the name is that of an installed module."""
     file, colon, _ = name.rpartition(":")
     if colon:
         return file if file.endswith(".py") else None
@@ -122,7 +122,7 @@ def of_code(name: str) -> str | None:
 
 
 def mount_types() -> dict[str, str]:
-    """The type of the file system at each mount point; empty if it cannot be determined."""
+    """Returns the type of the file system at each mount point; empty if it cannot be determined."""
     try:
         rows = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     except OSError:
@@ -132,6 +132,6 @@ def mount_types() -> dict[str, str]:
 
 
 def kind_of(path: Path, mounts: dict[str, str]) -> str:
-    """The type of the file system of a path, which need not exist yet."""
+    """Returns the type of the file system of a path, which need not exist yet."""
     path = path.expanduser().resolve()
     return next((mounts[str(place)] for place in (path, *path.parents) if str(place) in mounts), "")

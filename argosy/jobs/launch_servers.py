@@ -15,11 +15,11 @@ from argosy.launch.engines import ENGINES
 from argosy.launch.rendered import Command
 from argosy.web.settings import WebSettings
 
-# The verbs that an engine runs, and what reads the settings of each.
+# The verbs that an engine runs, and the function that reads the settings of each.
 Servers = Mapping[str, Callable[[Sequence[str]], WebSettings]]
 
 
-# A server that ran for so long before it failed may start again any number of times.
+# A server that ran for this many seconds before it failed may restart any number of times.
 STEADY_S = 600.0
 
 
@@ -27,10 +27,10 @@ STEADY_S = 600.0
 class ServerLaunch:
     """A launch of servers without mistakes.
 
-    engine: name of the engine.
-    settings: settings of the engine.
+    engine: the name of the engine.
+    settings: the settings of the engine.
     command: the command to run.
-    server: settings of the server.
+    server: the settings of the server.
     """
 
     engine: str
@@ -40,7 +40,8 @@ class ServerLaunch:
 
 
 class Uptime:
-    """What the progress of a server is, for whom restarts in a row are counted: that it ran for `STEADY_S` since the last call."""
+    """Measures the progress of a server, by which consecutive restarts are counted: whether it ran for `STEADY_S` since the last
+    call."""
 
     def __init__(self) -> None:
         self._called, self._times = time.monotonic(), 0
@@ -60,7 +61,7 @@ def prepared_server(engine: str, words: Sequence[str], verb: Sequence[str], serv
         servers: reads the settings of each verb from its words.
 
     Raises:
-        UserError: every mistake in both.
+        UserError: there are mistakes in the settings. All mistakes in both are reported.
     """
     if not verb or verb[0] not in servers:
         problem = f"engine={engine} cannot run `{verb[0]}`" if verb else "launch needs a command"
@@ -83,10 +84,11 @@ def prepared_server(engine: str, words: Sequence[str], verb: Sequence[str], serv
 
 
 def server_readers(translated: Callable[[Sequence[str], Any], Sequence[str]], flags: Mapping[str, Any]) -> Servers:
-    """Readers of the settings of `predict` and `serve`.
+    """Returns functions that read the settings of `predict` and `serve`.
 
     Args:
-        translated: words of other servers as ours. flags: the table of each verb.
+        translated: translates the words of other servers to ours.
+        flags: the table of flags of each verb.
     """
     from argosy.predict.settings import PredictSettings
     from argosy.serve.settings import ServeSettings

@@ -1,4 +1,4 @@
-"""`argosy predict` in several processes: process 0 is the front door, the others follow it."""
+"""`argosy predict` in several processes. Process 0 has the HTTP and gRPC servers, and the others follow it."""
 
 import os
 import sys
@@ -21,7 +21,8 @@ NAME = "predict"
 
 
 def lead(prepare: Callable[[], T]) -> tuple[T, ProcessLeader]:
-    """Does what only process 0 does before models are loaded, and waits for the other processes. They fail too if that fails."""
+    """Runs `prepare`, the work of process 0 before models are loaded, and waits for the other processes, which fail if it fails.
+    Returns the result and the leader."""
     _prepare()
     listeners, results = list[ProcessListener](), list[T]()
 
@@ -63,7 +64,7 @@ def _prepare() -> None:
 
 
 def _end_without(rank: int) -> None:
-    """Ends this process at once: its programs would wait for the one that ended."""
+    """Ends this process at once, because its programs would wait for the process `rank`, which has ended."""
     with suppress(Exception):
         sys.stderr.write(f"error: process {rank} of this server ended, and a model is split over all of them: all end\n")
         sys.stderr.flush()

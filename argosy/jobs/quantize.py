@@ -164,7 +164,7 @@ def quantize(
 
 
 def delicate_weights(schemes: Mapping[str, Scheme], *, is_tied: bool) -> list[str]:
-    """Warnings about weights that presets do not quantize and these rules do: one sentence for each kind."""
+    """Returns warnings about weights that these rules quantize although presets do not, one sentence for each kind."""
     out = []
     if "embed" in schemes and is_tied:
         out.append("a rule rounds `embed`, which is the head too: its error is in every logit; presets leave it as it is")
@@ -175,7 +175,7 @@ def delicate_weights(schemes: Mapping[str, Scheme], *, is_tied: bool) -> list[st
 
 
 def described_method(method: RoundingMethod) -> dict[str, Any]:
-    """A method with its settings, as JSON."""
+    """Returns a method with its settings as JSON."""
     return {"name": Choice(METHODS).name_of(method)} | dump(method)
 
 
@@ -202,7 +202,8 @@ def calibrated_layers(
     identity: Mapping[str, Any],
     say: Say,
 ) -> CalibratedWeights:
-    """The quantized layers of a model, stored in a folder. Layers that an earlier process finished are reused."""
+    """Quantizes the layers of a model with calibration, and stores them in the folder `path`. Layers that an earlier process finished
+    are reused."""
     runner = LayerRunner(stored.config, stored.weights, schemes)
     folder = CalibrationFolder(path, identity, (*data.tokens.shape, stored.config.width))
     if folder.layers:
@@ -211,7 +212,7 @@ def calibrated_layers(
 
 
 def layer_progress(say: Say, verb: str) -> Callable[[int, int], None]:
-    """(layers that are done, all layers) -> a message from time to time: "3 of 30 layers are calibrated"."""
+    """Returns a function of (finished layers, all layers) that says from time to time "3 of 30 layers are calibrated"."""
     last = time.monotonic()
 
     def done(layers: int, all: int) -> None:
@@ -224,21 +225,21 @@ def layer_progress(say: Say, verb: str) -> Callable[[int, int], None]:
 
 
 def stored_bytes(weights: TensorReader) -> int:
-    """Size of all weights of a model in their stored types, in bytes."""
+    """Returns the size of all weights of a model in their stored types, in bytes."""
     return sum(int(np.prod(weights.shape(name))) * weights.dtype(name).itemsize for name in weights.names)
 
 
 def largest(weights: Any, names: Sequence[str]) -> list[str]:
-    """Names of the largest weights that were not quantized, at most three."""
+    """Returns the names of the largest weights among `names`, at most three."""
     return sorted(names, key=lambda name: -int(np.prod(weights.shape(name))))[:3]
 
 
 class LayerTable:
     """The result of quantization, a row for each weight.
 
-    rows: name, scheme, number of weights, bytes, bits per weight including scales, and error: the root mean square of the rounding
-        error over that of the weight. With calibration data also output_error, the same for the output; nearest_error, that of rounding
-        to nearest; and uncalibrated, the share of experts that got too few tokens.
+    rows: each with the name, the scheme, the number of weights, bytes, bits per weight including scales, and `error`, the root mean
+        square of the rounding error over that of the weight. With calibration data also `output_error`, the same for the output,
+        `nearest_error`, that of rounding to nearest, and `uncalibrated`, the share of experts that got too few tokens.
     """
 
     def __init__(self) -> None:

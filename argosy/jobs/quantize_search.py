@@ -137,7 +137,7 @@ def check_file(target: Path) -> None:
 
 
 def preset_scheme(name: str) -> Scheme:
-    """The scheme of a preset.
+    """Returns the scheme of a preset.
 
     Raises:
         BadInput: there is no such preset, or its activations have static scales, which the search does not calibrate.
@@ -150,7 +150,7 @@ def preset_scheme(name: str) -> Scheme:
 
 
 def matrix_bits(runner: LayerRunner, schemes: Mapping[str, Scheme]) -> dict[str, tuple[int, dict[str, int]]]:
-    """The numbers of each matrix and its bits by each scheme, by its per-layer name."""
+    """Returns (number of weights, {preset: bits}) of each matrix, by its per-layer name."""
     names = [f"layers.{i}.{name}" for i, layer_names in enumerate(runner.names) for name in layer_names]
     bits_by_name = {name: {preset: bits_of(runner, name, scheme) for preset, scheme in schemes.items()} for name in names}
     return {name: (next(iter(of.values()))[1], {preset: bits for preset, (bits, _) in of.items()}) for name, of in bits_by_name.items()}
@@ -172,7 +172,7 @@ def check_budget(budget: float, uniform: Mapping[str, float]) -> None:
 
 
 def rules_text(rules: Sequence[Rule], about: str) -> str:
-    """The text of a file of rules, with a comment about its origin."""
+    """Returns the text of a file of rules, with a comment about its origin."""
     plain = Rule()
     entries = [{key: value for key, value in dump(rule).items() if value != getattr(plain, key)} for rule in rules]
     return f"# {about}\n{yaml_document({'rules': entries})}"

@@ -6,10 +6,11 @@ from typing import Any
 
 
 def replica_app(repository: str, settings: dict[str, Any]) -> Any:
-    """The application of a replica, with every model loaded.
+    """Returns the application of a replica, with every model loaded.
 
     Args:
-        settings: those of the server, as plain values.
+        repository: the path of the repository.
+        settings: the settings of the server, as plain values.
 
     Raises:
         BadInput: there is no such repository on this machine, or no bundle in it.

@@ -20,7 +20,12 @@ OPEN, CLOSE, QUOTES = "[{", "]}", "\"'"
 
 @dataclass(frozen=True)
 class Combination:
-    """One run of a sweep: the words that only it has, all its words, and its directory."""
+    """One run of a sweep.
+
+    changes: the words that distinguish the run from the others.
+    words: all words of the run.
+    dir: the directory of the run.
+    """
 
     changes: tuple[str, ...]
     words: tuple[str, ...]
@@ -28,11 +33,11 @@ class Combination:
 
 
 def combinations(recipe: str, words: Sequence[str]) -> list[Combination]:
-    """The runs that the words describe; nothing is trained.
+    """Returns the runs that the words describe, without training.
 
     Raises:
         BadInput: no word lists several values, or two runs would be the same.
-        UserError: a combination's settings are wrong.
+        UserError: the settings of a combination are wrong.
     """
     folder = next((w.partition("=")[2] for w in words if w.startswith("dir=")), f"{run_folder(recipe)}-sweep")
     words = [word for word in words if not word.startswith("dir=")]
@@ -57,10 +62,10 @@ def sweep(runs: Sequence[Combination], train: Callable[[Combination], int], say:
     """Runs each combination.
 
     Args:
-        train: runs one; 0, or the exit code of the signal that stopped it.
+        train: trains one combination. Returns 0, or the exit code of the signal that stopped the run.
 
     Returns:
-        0; 1 if a run failed; a signal's exit code if one stopped it, in which case the remaining runs are left out.
+        0, or 1 if a run failed. If a signal stopped the sweep, its exit code; the remaining runs are then left out.
     """
     worst = 0
     for number, combination in enumerate(runs, 1):
@@ -79,7 +84,7 @@ def sweep(runs: Sequence[Combination], train: Callable[[Combination], int], say:
 
 
 def combinations_text(text: str) -> list[str]:
-    """The values between the commas of a word; commas inside brackets and quotes do not count."""
+    """Splits a text at its commas, except those inside brackets and quotes."""
     parts, depth, quote = [""], 0, ""
     for letter in text:
         quote = "" if letter == quote else quote or (letter if letter in QUOTES else "")

@@ -42,19 +42,23 @@ __all__ = ["Quiet", "View", "run", "train"]
 def train(
     recipe: str, words: list[str] | tuple[str, ...] = (), view: View | None = None, origin: str = COMMAND_LINE
 ) -> Outcome:
-    """Trains by a recipe. Given a run directory, it resumes in that directory, even if it was moved.
+    """Trains by a recipe. If the recipe is a run directory, resumes the run there, even if the directory was moved.
 
-    origin: who gave the words, for provenance.
+    Args:
+        recipe: the name of a recipe, a YAML file, or a run directory.
+        words: settings as on the command line, `key=value`.
+        view: the object that displays progress. None displays nothing.
+        origin: who gave the words, for the provenance of settings.
 
     Raises:
-        UserError: a mistake found before work began.
+        UserError: there is a mistake, which was found before work began.
     """
     reading = checked_settings(recipe, words, origin)
     return run(reading, directory_of(reading, recipe), view or Quiet(), command_of(recipe, words))
 
 
 def command_of(recipe: str, words: Sequence[str]) -> str:
-    """What to type in a shell to train by this recipe with these words."""
+    """Returns the shell command that trains by this recipe with these words."""
     return shlex.join([as_run(), "train", str(recipe), *words])
 
 
@@ -62,8 +66,8 @@ def run(reading: Reading[Run], path: str, view: View, command: str = "") -> Outc
     """Trains with these settings in this directory, and writes the report.
 
     Raises:
-        UserError: a mistake found before work began.
-        Busy: another process holds the run.
+        UserError: there is a mistake, which was found before work began.
+        Busy: another process holds the lock of the run.
     """
     from argosy.parallel import processes
     from argosy.run import several
@@ -83,7 +87,7 @@ def run(reading: Reading[Run], path: str, view: View, command: str = "") -> Outc
     try:
         with processes.run_together("lock", directory.store.lock):
             try:
-                # Another process may have started a run here since.
+                # Another process may have started a run here in the meantime.
                 processes.run_together("admit", lambda: directory.admit(reading))
                 outcome = _train_locked(reading, directory, view, command, assembly)
             except UserError:
@@ -105,10 +109,10 @@ def run(reading: Reading[Run], path: str, view: View, command: str = "") -> Outc
 
 
 def checked_assembly(settings: Run, say: Callable[[str], None] = lambda _: None) -> "Assembly":
-    """Everything that a new run needs, built; all mistakes are found. The first of several processes fills caches of the data.
+    """Builds everything that a new run needs, which finds all mistakes. The first of several processes fills the caches of the data.
 
     Args:
-        say: called with what is encoded.
+        say: called with messages about data that are encoded.
     """
     from argosy.parallel import processes
     from argosy.run.assembly.assemble import assemble
@@ -138,7 +142,7 @@ def _train_locked(
         good = directory.checkpoints.latest_good()
         meta = directory.checkpoints.meta(good) if good is not None else None
         if meta is not None:
-            # A local checkpoint may be newer than the one that was compared.
+            # A local checkpoint may be newer than the checkpoint that was compared.
             processes.run_together("admit", lambda: directory.admit_resume(meta["settings"], settings))
         if good is not None and good >= settings.steps:
             fewer = f", and steps={settings.steps} asks for fewer" if good > settings.steps else f" of {settings.steps}"
@@ -173,10 +177,10 @@ def _train_locked(
 
 
 def newest_checkpoint(directory: RunDirectory) -> "OpenedModel | None":
-    """The newest good checkpoint of a run; None in a process that writes none of its files, or where there is none."""
+    """Opens the newest good checkpoint of a run. None if there is none, or in a process that does not write the run's files."""
     if not directory.writes:
         return None
-    # As a reader does: several processes do not verify together here.
+    # Opened as a reader does, because processes do not verify together here.
     checkpoints = RunDirectory(directory.store.root).checkpoints
     step = checkpoints.latest_good()
     if step is None:
@@ -187,9 +191,9 @@ def newest_checkpoint(directory: RunDirectory) -> "OpenedModel | None":
 
 
 def keep_adapter(directory: RunDirectory, say: Callable[[str], None]) -> None:
-    """Writes the adapters of the newest checkpoint of a run that trains some as a PEFT folder of the run.
+    """Writes the adapters of a run's newest checkpoint as a PEFT folder in the run directory. Does nothing if the run trains none.
 
-    A kill before this loses nothing: the next start of the run writes them.
+    If the process is killed before, the next start of the run writes them.
     """
     stored = newest_checkpoint(directory)
     if stored is None:
@@ -206,9 +210,9 @@ def keep_adapter(directory: RunDirectory, say: Callable[[str], None]) -> None:
 
 
 def keep_learned_embeddings(directory: RunDirectory) -> None:
-    """Writes the rows of a learned token of the newest checkpoint as a file of the run, as diffusers reads it.
+    """Writes the embeddings of a learned token from a run's newest checkpoint as a file that diffusers reads, in the run directory.
 
-    A kill before this loses nothing: the next start of the run writes it.
+    If the process is killed before, the next start of the run writes it.
     """
     stored = newest_checkpoint(directory)
     if stored is None:
@@ -220,6 +224,6 @@ def keep_learned_embeddings(directory: RunDirectory) -> None:
 
 
 def _last_numbers(directory: RunDirectory) -> dict[str, float]:
-    """The numbers of the last logged step."""
+    """Returns the metrics of the last logged step."""
     lines = [line for line in read(directory.store) if "loss" in line]
     return {k: v for k, v in lines[-1].items() if k != "step"} if lines else {}

@@ -18,12 +18,12 @@ from argosy.run.settings.compose import compose
 from argosy.run.settings.run import Run
 
 Say = Callable[[str], None]
-# What a plan of a run with rollouts takes for granted.
+# The assumptions of a plan of a run with rollouts.
 SAMPLES = "completions are taken to reach rollout.tokens, and prompts to fill what these leave of a row; rewards take no time"
 DAY_S, HOUR_S = 86_400, 3_600
 # By how much the analytic model must exceed the memory for a refusal without the compiler.
 CERTAIN = 1.15
-# How far estimates of a step are off: against published times of whole models for TPUs, and against runs for this machine.
+# The relative errors of estimates of a step: against published times of whole models for TPUs, and against runs for this machine.
 ERRORS = {"tpu": 0.25, "gpu": 0.3, "cpu": 0.25}
 MODEL_ERROR = 0.5
 
@@ -110,10 +110,10 @@ def plan(recipe: str, words: Sequence[str], settings: PlanSettings, say: Say) ->
 
 
 def _search(recipe: str, words: list[str], settings: PlanSettings, target: Any, say: Say, changed: bool) -> dict[str, Any]:
-    """The plan of the best settings, with the ranking.
+    """Searches settings. Returns the plan of the best ones, with the ranking.
 
     Args:
-        changed: whether the batch among the words is not the user's.
+        changed: whether the batch among the words was chosen here, and not by the user.
     """
     from argosy.run.plan.search import rank_candidates
 
@@ -163,7 +163,8 @@ def _write_layer(recipe: str, words: Sequence[str], path: Path) -> None:
 
 
 def plan_reading(recipe: str, words: Sequence[str]) -> Reading[Run]:
-    """The settings; data that the recipe leaves to the user is not read, so its name is filled in."""
+    """Reads the settings of a recipe. If the recipe leaves the data to the user, a placeholder is filled in, because no data is
+    read."""
     from argosy.run.settings.recipe_files import presets
 
     values = {word.partition("=")[0]: word.partition("=")[2] for word in words}
@@ -177,7 +178,7 @@ def plan_reading(recipe: str, words: Sequence[str]) -> Reading[Run]:
 
 
 def _needs(recipe: str) -> list[Mapping[str, Any]]:
-    """What a recipe leaves to the user, by layer."""
+    """Returns the settings that a recipe leaves to the user, for the recipe and each one that it extends."""
     from argosy.run.settings.compose import NEEDS
     from argosy.run.settings.recipe_files import recipe_layers
 
@@ -195,7 +196,7 @@ def _reward_of(recipe: str) -> list[str]:
 
 
 def _with_batch(recipe: str, words: Sequence[str], target: Any) -> tuple[list[str], tuple[str, ...]]:
-    """The words, with a batch that divides over the devices where the user names none."""
+    """Returns the words with a batch that is divisible by the devices, if the user names none, and the settings that were changed."""
     words = list(words)
     run = plan_reading(recipe, words).value
     if any(word.startswith("data.batch=") for word in words) or run.rollout is not None:
@@ -225,7 +226,7 @@ def _assemble(run: Run, target: Any) -> Any:
 
 
 def _model_figures(assembly: Any) -> Figures:
-    """The analytic answer; of a run with rollouts for an update."""
+    """Returns the figures of the analytic model. For a run with rollouts they are those of an update."""
     from argosy.run.plan.memory import memory_by_kind
     from argosy.run.plan.speed import work_of
 
@@ -249,7 +250,7 @@ def _model_figures(assembly: Any) -> Figures:
 
 
 def _prices(target: Any) -> Any:
-    """What work costs on these devices; None if it is unknown."""
+    """Returns the speeds of these devices; None if they are unknown."""
     from argosy.run.plan.measured import prices_here
     from argosy.run.plan.speed import prices_of
 
@@ -272,7 +273,7 @@ def _memory_here(assembly: Any) -> dict[str, int]:
 
 
 def _compiler_figures(assembly: Any, recipe: str, words: Sequence[str], device: str) -> Figures:
-    """The compiler's answer: in this process for this machine, else in one of its own."""
+    """Returns the figures of the compiler, which runs in this process for this machine, else in a separate process."""
     if assembly.target.is_here:
         from argosy.run.plan.compiled import compiled_figures
         from argosy.run.plan.measured import prices_here
@@ -284,7 +285,7 @@ def _compiler_figures(assembly: Any, recipe: str, words: Sequence[str], device: 
 
 
 def compiled_answer(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The figures of a run by the compiler of its devices, in the process that has it."""
+    """Returns the figures of a run by the compiler of its devices, in the process that runs the compiler."""
     from argosy.parallel.target import Target
     from argosy.run.plan.compiled import compiled_figures
     from argosy.run.plan.speed import prices_of
@@ -305,7 +306,7 @@ def figures_from(document: dict[str, Any]) -> Figures:
 
 
 def plan_document(result: Planned, recipe: str, settings: PlanSettings) -> dict[str, Any]:
-    """The answer as JSON."""
+    """Returns the plan as a JSON object."""
     from argosy.run.plan.speed import model_flops
 
     a, figures = result.assembly, result.figures

@@ -1,1 +1,1 @@
-"""The first life of a model, act by act."""
+"""`argosy quickstart`: trains, kills, resumes, exports and uses a first model, act by act."""

@@ -48,9 +48,12 @@ class Proof:
 
 
 def prove(folder: Path, recipe: str, words: list[str], say: Say, steps: int = 40, every: int = 10) -> Proof:
-    """Runs the recipe twice for `steps` steps under `folder`; the second run is a separate process and is killed on the way.
+    """Runs the recipe twice for `steps` steps under `folder`. The second run is a separate process, which is killed and then resumed.
 
-    say: called with each part before it begins.
+    Args:
+        words: settings of both runs.
+        say: called with a message before each part.
+        every: the number of steps between checkpoints.
     """
     common = [
         *words,
@@ -118,7 +121,7 @@ def _kill(process: subprocess.Popen[bytes], run: Path, step: int, limit: float) 
 
 
 def digest(run: Path, step: int) -> str:
-    """SHA-256 of all weights of a checkpoint, names and bytes."""
+    """Returns the SHA-256 of the names and bytes of all weights of a checkpoint."""
     total = hashlib.sha256()
     weights: dict[str, Any] = load_weights(run / CHECKPOINTS / str(step))
     for name, array in sorted(weights.items()):
