@@ -119,8 +119,8 @@ def open_same(description: Mapping[str, Any], warn: Callable[[str], None], *, th
 
 
 def fetch_model(address: str) -> Path:
-    """Copies a remote model to a local folder, which exists until the process ends. Of a run, the newest good checkpoint and the
-    tokenizer are copied; of any other model, all files.
+    """Copies a remote model to a local folder, which exists until the process ends. For a run, the newest good checkpoint and the
+    tokenizer are copied. For any other model, all files are copied.
 
     Raises:
         BadInput: there is no model, or the run has not saved yet.

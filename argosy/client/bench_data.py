@@ -52,7 +52,7 @@ class SampleSource:
         return self.file is None
 
     def samples(self, count: int, seed: int, vocab: int, server: int = 0) -> list[BenchSample]:
-        """Returns `count` samples. Those of a file are shuffled, and repeated if there are fewer.
+        """Returns `count` samples. Samples of a file are shuffled, and repeated if the file has fewer.
 
         Args:
             seed: equal seeds give equal samples.

@@ -12,8 +12,8 @@
 
 One rename puts the finished folder under its name, so it is complete or absent. A writer that is killed or interrupted leaves the
 folder `.NAME.partial` beside it, with a journal of its progress. The next writer skips the documents that were written and continues
-from there, with the same result. Of two writers at once, one waits for the other. Rows, batches and seeds are not part of the folder:
-every sequence length and packing reads the same folder.
+from there, with the same result. If two processes write at once, one waits for the other. Rows, batches and seeds are not part of the
+folder: every sequence length and packing reads the same folder.
 """
 
 import errno

@@ -4,7 +4,7 @@
     acc_norm   whether it has the highest log-likelihood per byte, which does not favor short choices
 
 The blank before a choice is not counted. lm-evaluation-harness counts characters for `acc_norm`, which differs only for text beyond
-ASCII; its `acc_bytes` counts bytes. Of equal choices the first is taken, as there.
+ASCII; its `acc_bytes` counts bytes. The first of equal choices is taken, as there.
 """
 
 from collections.abc import Callable

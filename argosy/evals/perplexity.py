@@ -30,7 +30,7 @@ FEWEST, STRETCH = 8, 128
 
 
 class TextWindow(NamedTuple):
-    """A window: the tokens of a text from index `start` to `end`. Those from index `counts` on are scored, each predicted from the
+    """A window: the tokens of a text from index `start` to `end`. Tokens from index `counts` on are scored, each predicted from the
     tokens before it in the window."""
 
     start: int

@@ -57,7 +57,8 @@ class TaskResult:
     numbers: Mapping[str, MeanWithError] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
-        """The result as a JSON object. `stderr` is the standard error of the first metric. Those of others are `NAME_stderr`."""
+        """The result as a JSON object. `stderr` is the standard error of the first metric. The standard errors of other metrics are
+        `NAME_stderr`."""
         out: dict[str, Any] = {}
         for name, mean in self.numbers.items():
             out |= {name: mean.value, ("stderr" if not out else f"{name}_stderr"): mean.stderr}

@@ -61,7 +61,7 @@ class BundledPrompts:
         return TokenizePromptStep(input=name, encoders=encoders, unescape=self.prompts.unescapes)
 
     def inputs(self) -> Iterator[TensorSignature]:
-        """Yields the inputs of the program. Those for negative prompts are optional."""
+        """Yields the inputs of the program. The inputs for negative prompts are optional."""
         for step in self.steps:
             of, default = step.input.replace("_", " "), 0 if step.input == NEGATIVE else None
             for encoder, reader in zip(step.encoders, self.readers.values(), strict=True):

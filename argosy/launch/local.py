@@ -216,7 +216,7 @@ class LocalGang:
         return ProcessEnding(_as_exit(first.code or 0) if first else 0, first, self._stacks(), silent, places)
 
     def _by_end(self) -> list[LocalProcess]:
-        """Returns the processes that ended, in the order of their ends. Those that only lost another process come last."""
+        """Returns the processes that ended, in the order of their ends. Processes that only lost another process come last."""
         over = [member for member in self.members if member.code is not None]
         return sorted(over, key=lambda member: (member.lost_another, member.ended))
 

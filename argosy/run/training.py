@@ -393,7 +393,7 @@ class Training:
         return outcome
 
     def trackers(self) -> Trackers:
-        """Opens the trackers of the run. Of several processes, only the first has them."""
+        """Opens the trackers of the run. Only the first of several processes has them."""
         import jax
 
         from argosy.observe.trackers.base import FOLDER, TrackedRun

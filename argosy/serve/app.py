@@ -94,7 +94,7 @@ class App:
     # ---------------------------------------------------------------- answers
 
     def _answering(self) -> list[Route]:
-        """The routes that run the model. Those for the other kind of model (encoder or generator) respond with 404 and the reason."""
+        """The routes that run the model. Routes for the other kind of model (encoder or generator) respond with 404 and the reason."""
         encodes = isinstance(self.service, EncoderService)
         routes = []
         for path, prepare in GENERATING.items():

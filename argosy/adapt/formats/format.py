@@ -285,8 +285,8 @@ def nearest_elements(format: Format, x: Array, *, is_asymmetric: bool = False) -
 
 
 def _nearest(x: Array, levels: Sequence[float], *, to_even: bool = False) -> Array:
-    """Returns the index of the nearest level, which is the number of midpoints below x. Of two equally near levels, the lower one is
-    taken, or with `to_even` the one with the even index."""
+    """Returns the index of the nearest level, which is the number of midpoints below x. If two levels are equally near, the lower one
+    is taken, or with `to_even` the one with the even index."""
     between = (np.asarray(levels[1:], np.float32) + np.asarray(levels[:-1], np.float32)) / 2
     out = jnp.zeros(x.shape, jnp.uint8)
     for i, midpoint in enumerate(between):

@@ -53,8 +53,8 @@ Items = Mapping[str, Mapping[str, ShardedArray]]
 
 
 def copy_shards(items: Mapping[str, Mapping[str, Any]], copies: HostCopies, leads: bool, replicas: bool = False) -> Items:
-    """Copies the shards that this process writes from its devices to the host. Of equal shards only one is written, by one process. The
-    leader writes arrays of the host, which all processes have.
+    """Copies the shards that this process writes from its devices to the host. Only one of several equal shards is written, by one
+    process. The leader writes arrays of the host, which all processes have.
 
     Args:
         items: the arrays of the step, {item: {name: array}}.

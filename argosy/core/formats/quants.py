@@ -38,8 +38,7 @@ _UE4M3 = _unsigned_e4m3()
 
 
 def _planes(packed: np.ndarray, bits: int, width: int) -> np.ndarray:
-    """Unpacks bit fields, uint8 [n, m] -> [n, m * 8 / bits]. Of each `width` bytes, the lowest fields come first, then the next
-    ones."""
+    """Unpacks bit fields, uint8 [n, m] -> [n, m * 8 / bits]. The lowest fields of each `width` bytes come first, then the next ones."""
     n, m = packed.shape
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     fields = packed.reshape(n, m // width, 1, width) >> shifts & np.uint8(2**bits - 1)

@@ -222,7 +222,7 @@ def _progress(name: HubName, say: Callable[[str], None]) -> Any:
         return tqdm
 
     class Lines(tqdm):
-        """Says progress as lines. Of the client's bars, only that for bytes on disk is used, and not that for transferred bytes."""
+        """Says progress as lines. The client has a bar for bytes on disk and one for transferred bytes. Only the first is used."""
 
         monitor_interval = 0
 

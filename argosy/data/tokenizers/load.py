@@ -71,7 +71,7 @@ def check_tokenizer(spec: str | Path) -> None:
 
 
 def _path(spec: str | Path) -> Path:
-    """The local path. Of a model of the Hub, all files but the weights are downloaded."""
+    """The local path. All files of a Hub model but its weights are downloaded."""
     return Path(local_model(spec, small=True)).expanduser()
 
 

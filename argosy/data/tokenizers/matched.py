@@ -31,7 +31,7 @@ class Matched:
 
 
 def match_tokens(student: "Tokenizer", teacher: "Tokenizer") -> Matched:
-    """Finds the tokens that both vocabularies have. Of special tokens, only the two end-of-sequence tokens are matched."""
+    """Finds the tokens that both vocabularies have. The two end-of-sequence tokens are the only special tokens that are matched."""
     ours, theirs = by_bytes(student), by_bytes(teacher)
     pairs = [(token, theirs[piece]) for piece, token in ours.items() if piece in theirs]
     if student.eos is not None and teacher.eos is not None:

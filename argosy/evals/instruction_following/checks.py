@@ -38,8 +38,8 @@ def follows(kind: str, response: str, arguments: Mapping[str, Any]) -> bool:
 
     Args:
         kind: the kind of instruction, a key of CHECKS.
-        arguments: the arguments of its check. Those that are None are ignored, and 3.0 counts as 3, because the copy of the data on the
-            Hub has arguments in this form.
+        arguments: the arguments of its check. Arguments that are None are ignored, and 3.0 counts as 3, because the copy of the data
+        on the Hub has arguments in this form.
     """
     some = {name: value for name, value in arguments.items() if value is not None}
     return CHECKS[kind].is_followed(response, **{k: int(v) if isinstance(v, float) else v for k, v in some.items()})

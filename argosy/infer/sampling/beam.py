@@ -6,7 +6,7 @@
     beams.best()
 
 Each step continues every open beam by each of its `2 * width` likeliest tokens. A continuation that ends with an end token is complete.
-Of the others, the `width` with the highest scores stay open. The search ends once no open beam can reach a higher score than the best
+The `width` other beams with the highest scores stay open. The search ends once no open beam can reach a higher score than the best
 `width` complete beams.
 
 The score of a beam is its log-probability divided by the number of its tokens to the power of `length_penalty` (arXiv:1609.08144). The

@@ -28,7 +28,7 @@ def gumbel_noise(key: Any, ids: Int[Array, "N"]) -> Float[Array, "N"]:
 
 
 def largest_token(values: Float[Array, "B V"]) -> Int[Array, "B"]:
-    """The index of the largest value of each row. Of equal values the first counts."""
+    """The index of the largest value of each row. The first of equal values counts."""
     blocks = _blocks(values)
     best = jnp.argmax(blocks.max(-1), -1)
     return best.astype(jnp.int32) * BLOCK + jnp.argmax(_at(blocks, best), -1).astype(jnp.int32)

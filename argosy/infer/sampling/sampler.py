@@ -24,7 +24,7 @@ from argosy.infer.sampling.sample import (
 )
 from argosy.ops.programs.programs import Program
 
-# The most likeliest tokens that can be returned with a token.
+# Upper limit on the number of likeliest tokens that are returned with a token.
 MOST_TOP = 20
 # Counts of a token's occurrences stop here.
 MAX_COUNT = 2**15 - 1

@@ -79,7 +79,7 @@ def _profile(store: Store) -> Any:
 
 
 def _images(store: Any, lines: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, bytes]]:
-    """Returns the image grids that a run drew. Of several grids of the same name, the last one counts."""
+    """Returns the image grids that a run drew. The last of several grids with the same name counts."""
     by_name = {line["sample_image"]: line for line in lines if "sample_image" in line}
     grids = []
     for name, line in by_name.items():

@@ -4,7 +4,7 @@
     module.decode(latents [B h w C])             images
     module.to_latents(...), module.from_latents(...)     between the encoder's latents and those that denoisers are trained on
 
-Those of videos read [B F H W 3] too, and give the latents of F frames, [B f h w C].
+Autoencoders of videos read [B F H W 3] too, and give the latents of F frames, [B f h w C].
 
 Denoisers read latents of about variance 1: (z - shift) scale.
 """

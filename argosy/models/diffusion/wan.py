@@ -3,8 +3,8 @@
     x += g1 attention(norm(x) (1 + s1) + b1)        x += cross(norm(x), text)        x += g2 MLP(norm(x) (1 + s2) + b2)
 
 (b, s, g) = table of the layer + M silu(c), with one M for the whole model and c an embedding of the time step. Queries and keys are
-normalized across all heads. Those of self-attention are rotated by frame, row and column (RoPE). An image is a video of one frame. Wan
-Team 2025 (arXiv:2503.20314).
+normalized across all heads. Queries and keys of self-attention are rotated by frame, row and column (RoPE). An image is a video of one
+frame. Wan Team 2025 (arXiv:2503.20314).
 
 B batch, T tokens, D width, F feed-forward, N heads, K key heads, H head size, I numbers of a patch, S width of text states, W sines and
 cosines, E width of embedders, G parts of a modulation, M width of a part.

@@ -157,7 +157,7 @@ def scaled_rows(rows: Sequence[KeyRow], names: Collection[str], blocks: Mapping[
 
 
 def _scales(row: KeyRow, layer: int | None, names: Collection[str]) -> str | None:
-    """Returns how this row's tensor is quantized at a layer. Of several experts, the first decides. None: it is not quantized."""
+    """Returns how this row's tensor is quantized at a layer. The first of several experts decides. None: it is not quantized."""
     if not isinstance(row.names, str) or row.scales:
         return None
     name = row.names.replace("{l}", str(layer)).replace("{e}", "0")

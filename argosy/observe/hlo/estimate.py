@@ -208,7 +208,7 @@ def _flops_of(module: HloModule, computation: Computation, instruction: Instruct
 
 
 def _bytes_of(computation: Computation, instruction: Instruction) -> int:
-    """Returns the bytes that an instruction reads and writes. Of an array that is updated in place, only the update counts."""
+    """Returns the bytes that an instruction reads and writes. Only the update counts if an array is updated in place."""
     sizes = [computation.by_name[name].bytes for name in instruction.operands if name in computation.by_name]
     if "dynamic-update-slice" in instruction.name or "dynamic_update_slice" in instruction.name:
         return 2 * (sum(sizes) - max(sizes, default=0))

@@ -1,7 +1,7 @@
 """Counts the FLOPs of the products of an HLO module from the shapes of its instructions: 2 for each multiply-add.
 
 TPUs compute a matrix product as a convolution, often one over padding whose windows pick the diagonal of a batch. Positions in the
-padding do not count, as in XLA's own analysis. Kernels are opaque. Those whose names and shapes tell what they compute are counted in
+padding do not count, as in XLA's own analysis. Kernels are opaque. Kernels whose names and shapes tell what they compute are counted in
 full, even if they skip blocks of a mask. `uncounted_kernels` names the others.
 """
 

@@ -276,7 +276,8 @@ def _merge(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array
 
 
 def _round_again(rule: RingCall, mine: RingQueries, keys: Keys) -> tuple[Array, Array, Array]:
-    """Computes the gradients of queries, keys and values. Those of keys and values move around the ring together with the keys."""
+    """Computes the gradients of queries, keys and values. The gradients of keys and values move around the ring together with the
+    keys."""
     half = mine.q.shape[1] // 2
     low, high = slice(0, half), slice(half, None)
     dq, dk, dv = _gradients(rule, mine, keys)

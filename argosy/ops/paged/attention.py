@@ -87,7 +87,7 @@ def keys_and_values(pools: Iterable[Array]) -> tuple[Array, Array]:
 
 
 def gather_pages(pool: Float[Array, "pages page *rest"] | Narrow, table: Int[Array, "B P"], lengths: Int[Array, "B"]) -> Array:
-    """Gathers the entries of each row's tokens in order, [B P*page *rest]. Those of a quantized pool are dequantized to float32.
+    """Gathers the entries of each row's tokens in order, [B P*page *rest]. The entries of a quantized pool are dequantized to float32.
 
     Entries without a token are set to zero, since a recycled page may hold NaN, and zero times NaN is NaN.
     """

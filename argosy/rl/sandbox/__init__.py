@@ -4,8 +4,8 @@
 
 The code runs in a new interpreter with the standard library alone, in a separate folder that is removed afterwards. Its limits are:
 
-    files       It can read the standard library, and read and write its folder (Landlock). Of other files it can see names, sizes and
-                times, but not contents. It cannot change modes, owners and times of files.
+    files       It can read the standard library, and read and write its folder (Landlock). It can see names, sizes and times of
+                other files, but not contents. It cannot change modes, owners and times of files.
     network     It can make no sockets but socket pairs (seccomp).
     processes   It can start no process and no program. It can start at most `threads` threads (seccomp, RLIMIT_NPROC).
     others      It can send no signals to other processes, and cannot read their environment, memory or descriptors (Landlock, seccomp).

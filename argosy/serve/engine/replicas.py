@@ -281,7 +281,7 @@ class ReplicaFront(Admission["Answers | Spread", AllMetrics]):
         return copy_number
 
     def _with_longest_prefix(self, numbers: list[int], hashes: Sequence[bytes]) -> list[int]:
-        """Those of the copies `numbers` whose prefix cache has the longest prefix of a prompt. The threads change the caches meanwhile,
+        """The copies among `numbers` whose prefix cache has the longest prefix of a prompt. The threads change the caches meanwhile,
         so the result may be outdated."""
         for page_hash in hashes:
             having = [number for number in numbers if self.fronts[number].engine.pages.has(page_hash)]

@@ -111,7 +111,7 @@ def sum_scores(query: IndexQuery, keys: Float[Array, "B S J"]) -> Float[Array, "
 
 
 def top_k_mask(scores: Float[Array, "B T S"], k: int) -> Bool[Array, "B T S"]:
-    """Marks the k largest scores along S. Of equal scores, the first is marked."""
+    """Marks the k largest scores along S. The first of equal scores is marked."""
     S = scores.shape[-1]
     # A symbolic S may turn out to be less than k, so k scores of -inf are appended.
     wide = scores if isinstance(S, int) else jnp.pad(scores, ((0, 0), (0, 0), (0, k)), constant_values=-jnp.inf)

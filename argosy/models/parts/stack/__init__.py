@@ -302,7 +302,7 @@ def groups_of(plan: Sequence[Layer], rounds: int = 1) -> tuple[LayerGroup, ...]:
     """Divides a plan into the groups that run as loops.
 
     A group is cut into `rounds` groups if its repeats divide by `rounds`. The weights of the first group with a kind are named as the
-    kind. Those of later groups are named "kind_2" and so on.
+    kind. Layers of later groups are named "kind_2" and so on.
     """
     out, times = [], Counter()
     for start, period, repeats in repeating(plan):

@@ -55,7 +55,7 @@ class EpisodeConversation:
     """The conversation of one episode, which grows with each turn.
 
     prompt: the prompt.
-    messages: the messages. Those of a prompt that is messages come first.
+    messages: the messages. If the prompt is a list of messages, these come first.
     text: the rendered conversation; empty if the prompt is a text.
     turn: the number of turns so far.
     """

@@ -47,7 +47,7 @@ def batch_vectors(model: Any, batch: dict[str, Array], pooling: str) -> tuple[Fl
 
 
 def text_hashes(batch: dict[str, Array]) -> UInt32[Array, "B s"]:
-    """Computes a hash of each text, which is equal for equal tokens. Of 4 billion pairs of different texts, one has equal hashes."""
+    """Computes a hash of each text, which is equal for equal tokens. One in 4 billion pairs of different texts has equal hashes."""
     segments, slots = batch["segments"], batch["live"].shape[1]
     powers = np.cumprod(np.full(segments.shape[1], 0x9E3779B1, np.uint32), dtype=np.uint32)
     terms = (batch["tokens"].astype(jnp.uint32) + jnp.uint32(1)) * jnp.asarray(powers)[Bidirectional(segments).positions]
